@@ -1,0 +1,1 @@
+"""Operations with a reference that is their specification, one folder each."""

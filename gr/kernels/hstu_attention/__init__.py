@@ -1,0 +1,61 @@
+"""HSTU's pointwise aggregated attention with relative position and time bias.
+
+A = SiLU(α q kᵀ + w_pos[pos_i − pos_j] + w_time[bucket(t_{i+1} − t_j)]) / n, masked to 0; the
+result is A v. Source: HSTU §3.1 and its public code.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from gr.kernels.hstu_attention.geometry import Geometry, build_geometry, time_bucket
+from gr.kernels.hstu_attention.pointwise import pointwise_attention
+from gr.kernels.hstu_attention.reference import reference_attention
+
+__all__ = ["Geometry", "Impl", "build_geometry", "hstu_attention", "time_bucket"]
+
+Impl = Literal["auto", "reference", "cpu"]
+
+
+def hstu_attention(
+    q_BHQd: Tensor,
+    k_BHKd: Tensor,
+    v_BHKe: Tensor,
+    geometry: Geometry,
+    position_table_P: Tensor | None = None,
+    time_table_T: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    norm_length: float,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Attention output [B, H, Q, e], before the output norm and gate.
+
+    Args:
+        geometry: visibility, distances and time buckets of the queries and keys.
+        position_table_P: bias per distance, shared by the heads; distances past the end read the
+            last entry.
+        time_table_T: bias per time bucket, shared by the heads.
+        scale: α; 1 in the retrieval form, 1/√d in the ranking form.
+        norm_length: the constant n. Never the length of the batch, or the output of a row would
+            depend on the rows beside it.
+        impl: "reference" materialises every intermediate and is the specification; "cpu" keeps one
+            score matrix, recomputes it in the backward pass and sums table gradients by histogram.
+
+    Raises:
+        ValueError: shapes do not agree, ``norm_length`` is not positive, or ``impl`` is unknown.
+    """
+    if norm_length <= 0:
+        raise ValueError(f"norm_length: {norm_length}, wanted a positive number")
+    if q_BHQd.shape[-1] != k_BHKd.shape[-1]:
+        raise ValueError(
+            f"q has head size {q_BHQd.shape[-1]}, k has {k_BHKd.shape[-1]}; wanted the same"
+        )
+    if time_table_T is not None and geometry.bucket_BQK is None:
+        raise ValueError("time_table_T: given, but the layout has no timestamps; pass timestamps")
+    if impl not in ("auto", "reference", "cpu"):
+        raise ValueError(f"impl: {impl!r}, wanted 'auto', 'reference' or 'cpu'")
+    run = reference_attention if impl == "reference" else pointwise_attention
+    return run(q_BHQd, k_BHKd, v_BHKe, geometry, position_table_P, time_table_T, scale, norm_length)

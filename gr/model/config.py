@@ -1,0 +1,112 @@
+"""``GRConfig``: one configuration for every backbone built from interchangeable blocks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PretrainedConfig
+
+from gr.model.blocks import BLOCKS, block_options
+
+
+@strict
+class GRConfig(PretrainedConfig):
+    """Sizes, blocks and losses of a ``gr`` decoder.
+
+    Attributes:
+        layer_types: one block name per layer; see ``gr.model.blocks.BLOCKS``.
+        block_options: per block name, the fields of that block's options dataclass to change.
+        hidden_size: width D of the residual stream.
+        num_attention_heads, num_key_value_heads, head_dim: attention sizes of every block.
+        max_position_embeddings: longest stream; relative distances are cut here.
+        dropout: on the embeddings and inside the blocks.
+        final_norm: norm before the head: "rms" as in Llama, or "none" as in HSTU.
+        embedding_scale: factor on the token embeddings.
+        position_embedding: add a learnt vector per position to the token embeddings.
+        item_loss: training loss of item tokens: "full" softmax over the vocabulary, "level" softmax
+            over the tokens that may come next (the head masks the others), or "sampled" softmax
+            against ``num_negatives`` drawn uniformly from the target's level.
+        shared_negatives: draw the negatives once per batch instead of once per position.
+        l2_normalize, temperature: logits are cosines over the temperature instead of dot products.
+        action_loss_weight: weight of action targets beside item targets.
+        label_smoothing: share of the target spread over the softmax.
+        vocabulary: ``SidVocabulary.to_dict()``; needed by the "level" and "sampled" losses.
+
+    Raises:
+        ValueError: an unknown block, option, norm or loss; sizes that do not divide.
+    """
+
+    model_type = "gr"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012 -- name set by transformers
+
+    vocab_size: int = 1024
+    hidden_size: int = 64
+    layer_types: list[str] | None = None
+    num_hidden_layers: int | None = None
+    block_options: dict[str, dict[str, Any]] | None = None
+    num_attention_heads: int = 2
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 1024
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+    dropout: float = 0.0
+    final_norm: Literal["rms", "none"] = "rms"
+    embedding_scale: float = 1.0
+    position_embedding: bool = False
+    item_loss: Literal["full", "level", "sampled"] = "full"
+    num_negatives: int = 128
+    shared_negatives: bool = True
+    l2_normalize: bool = False
+    temperature: float = 1.0
+    action_loss_weight: float = 1.0
+    label_smoothing: float = 0.0
+    vocabulary: dict[str, Any] | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is None:
+            self.layer_types = ["hstu"] * (self.num_hidden_layers or 2)
+        self.num_hidden_layers = len(self.layer_types)
+        self.block_options = self.block_options or {}
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
+    def validate_layer_type(self) -> None:
+        """Our layer types name blocks; the library's own list of attention kinds does not apply."""
+
+    def validate_blocks(self) -> None:
+        for name in [*(self.layer_types or ()), *(self.block_options or ())]:
+            if name not in BLOCKS:
+                raise ValueError(f"layer_types: unknown block {name!r}, wanted one of {[*BLOCKS]}")
+        for name in self.block_options or ():
+            block_options(name, self)
+        for name, value, wanted in (
+            ("item_loss", self.item_loss, ("full", "level", "sampled")),
+            ("final_norm", self.final_norm, ("rms", "none")),
+        ):
+            if value not in wanted:
+                raise ValueError(f"{name}: {value!r}, wanted one of {wanted}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature: {self.temperature}, wanted a positive number")
+        if self.item_loss != "full" and self.vocabulary is None:
+            raise ValueError(
+                f"item_loss: {self.item_loss!r} needs 'vocabulary' (SidVocabulary.to_dict())"
+            )
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"num_attention_heads: {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
