@@ -18,10 +18,10 @@ from gr.model.blocks.hstu import HSTUBlock
 from gr.model.blocks.transformer import RMSNorm
 from gr.model.cache import LayerCache
 from gr.model.config import GRConfig
-from gr.model.heads import follow_table, token_logits
+from gr.model.heads import follow_table
 from gr.model.hf_cache import CACHE_NAME, cache_length, new_cache
 from gr.model.layout import Layout, causal_layout
-from gr.model.losses import StreamLoss
+from gr.model.losses import Head, StreamLoss
 from gr.tokenizer.vocabulary import SidVocabulary
 
 
@@ -43,14 +43,18 @@ class GRPreTrainedModel(PreTrainedModel):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
-            if module.padding_idx is not None:
-                module.weight[module.padding_idx] = 0.0
+            # Weights that were loaded carry this mark; their padding row is theirs.
+            loaded = getattr(module.weight, "_is_hf_initialized", False)
+            if module.padding_idx is not None and not loaded:
+                nn.init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, (nn.LayerNorm, RMSNorm)):
             if module.weight is not None:
                 nn.init.ones_(module.weight)
             if isinstance(module, nn.LayerNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, HSTUBlock):
+            # As published; with the small normal of the others a block adds next to nothing.
+            nn.init.xavier_uniform_(module.o_proj.weight)
             for table in (module.position_bias, module.time_bias):
                 if table is not None:
                     nn.init.normal_(table, std=std)
@@ -143,7 +147,7 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
     def __init__(self, config: GRConfig) -> None:
         super().__init__(config)
         self.model = GRModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.token_vocabulary = (
             None if config.vocabulary is None else SidVocabulary.from_dict(config.vocabulary)
         )
@@ -205,12 +209,7 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
             keep = logits_to_keep
         elif logits_to_keep > 0:
             keep = slice(-logits_to_keep, None)
-        logits_BNV = token_logits(
-            hidden_BND[:, keep],
-            self.lm_head.weight,
-            self.config.l2_normalize,
-            self.config.temperature,
-        )
+        logits_BNV = self._head().logits(hidden_BND[:, keep])
         if self.config.item_loss != "full" and input_ids is not None:
             # Trained against its own level only, the softmax says nothing about other tokens.
             logits_BNV = logits_BNV.masked_fill(~self._may_follow(input_ids[:, keep]), -torch.inf)
@@ -238,14 +237,16 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
         loss = StreamLoss(
             config.item_loss,
             self.token_vocabulary,
-            l2=config.l2_normalize,
-            temperature=config.temperature,
             action_weight=config.action_loss_weight,
             smooth=config.label_smoothing,
             num_negatives=config.num_negatives,
             shared_negatives=config.shared_negatives,
         )
-        return loss(hidden_BND[:, :-1][chosen], self.lm_head.weight, target[chosen], num_targets)
+        return loss(hidden_BND[:, :-1][chosen], self._head(), target[chosen], num_targets)
+
+    def _head(self) -> Head:
+        config = self.config
+        return Head(self.lm_head.weight, self.lm_head.bias, config.l2_normalize, config.temperature)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -28,6 +28,7 @@ class GRConfig(PretrainedConfig):
             over the tokens that may come next (the head masks the others), or "sampled" softmax
             against ``num_negatives`` drawn uniformly from the target's level.
         shared_negatives: draw the negatives once per batch instead of once per position.
+        head_bias: add a learnt bias per token to the logits.
         l2_normalize, temperature: logits are cosines over the temperature instead of dot products.
         action_loss_weight: weight of action targets beside item targets.
         label_smoothing: share of the target spread over the softmax.
@@ -60,6 +61,7 @@ class GRConfig(PretrainedConfig):
     item_loss: Literal["full", "level", "sampled"] = "full"
     num_negatives: int = 128
     shared_negatives: bool = True
+    head_bias: bool = False
     l2_normalize: bool = False
     temperature: float = 1.0
     action_loss_weight: float = 1.0

@@ -16,20 +16,28 @@ L2_EPS = 1e-6
 
 
 def token_logits(
-    hidden_D: Tensor, weight_VD: Tensor, l2_normalize: bool, temperature: float
+    hidden_D: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    l2_normalize: bool = False,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """Logits [..., V]: dot products, or cosines, over the temperature.
+    """Logits [..., V]: dot products, or cosines, over the temperature, plus a bias per token.
 
     Cosines are taken in float32: in half precision a temperature of .05 turns the rounding of a
     norm into whole units of logit.
     """
-    if l2_normalize:
+    if not l2_normalize:
+        logits = F.linear(hidden_D, weight_VD)
+    else:
         hidden_D = F.normalize(hidden_D.float(), dim=-1, eps=L2_EPS)
         weight_VD = F.normalize(weight_VD.float(), dim=-1, eps=L2_EPS)
         with torch.autocast(hidden_D.device.type, enabled=False):
-            return (hidden_D @ weight_VD.T) / temperature
-    logits = hidden_D @ weight_VD.T
-    return logits if temperature == 1.0 else logits / temperature
+            logits = F.linear(hidden_D, weight_VD)
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits if bias_V is None else logits + bias_V
 
 
 def follow_table(vocabulary: SidVocabulary) -> Tensor:

@@ -9,58 +9,75 @@ temperature); TIGER and its successors (softmax per level).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gr.model.heads import token_logits
+from gr.model.heads import L2_EPS, token_logits
 from gr.tokenizer.vocabulary import SidVocabulary
 
 
-def full_softmax(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    target_T: Tensor,
-    l2: bool,
-    temperature: float,
-    smooth: float,
-) -> Tensor:
-    """Cross-entropy of each target against every row of ``weight_VD``, float32 [T]."""
-    logits_TV = token_logits(hidden_TD, weight_VD, l2, temperature)
-    return F.cross_entropy(logits_TV.float(), target_T, reduction="none", label_smoothing=smooth)
+@dataclass(frozen=True)
+class Head:
+    """What turns hidden states into logits: rows of the output matrix and how they are scored."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    l2_normalize: bool = False
+    temperature: float = 1.0
+
+    def logits(self, hidden_D: Tensor) -> Tensor:
+        """See ``gr.model.heads.token_logits``."""
+        return token_logits(
+            hidden_D,
+            self.weight_VD,
+            self.bias_V,
+            l2_normalize=self.l2_normalize,
+            temperature=self.temperature,
+        )
+
+    def rows(self, index: slice | Tensor) -> Head:
+        """The head over some of its tokens."""
+        bias = None if self.bias_V is None else self.bias_V[index]
+        return replace(self, weight_VD=self.weight_VD[index], bias_V=bias)
+
+
+def full_softmax(hidden_TD: Tensor, head: Head, target_T: Tensor, smooth: float = 0.0) -> Tensor:
+    """Cross-entropy of each target against every token of the head, float32 [T]."""
+    logits_TV = head.logits(hidden_TD).float()
+    return F.cross_entropy(logits_TV, target_T, reduction="none", label_smoothing=smooth)
 
 
 def sampled_softmax(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    target_T: Tensor,
-    l2: bool,
-    temperature: float,
-    num_negatives: int,
-    shared: bool,
+    hidden_TD: Tensor, head: Head, target_T: Tensor, num_negatives: int, shared: bool
 ) -> Tensor:
     """Cross-entropy of each target against uniform negatives, float32 [T].
 
     A negative equal to the target is masked out. With ``shared`` all targets meet the same R
-    negatives (one matmul); otherwise each draws its own.
+    negatives (one matmul); otherwise each draws its own. In float32: in bfloat16 a temperature of
+    .05 overflows what a softmax can tell apart.
     """
-    num_rows, num_targets = weight_VD.shape[0], target_T.shape[0]
+    num_rows, num_targets = head.weight_VD.shape[0], target_T.shape[0]
     shape = (num_negatives,) if shared else (num_targets, num_negatives)
     negative = torch.randint(num_rows, shape, device=target_T.device)
-    hidden_TD, weight_VD = hidden_TD.float(), weight_VD.float()
-    if l2:
-        hidden_TD = F.normalize(hidden_TD, dim=-1, eps=1e-6)
-    positive_TD, negative_RD = weight_VD[target_T], weight_VD[negative]
-    if l2:
-        positive_TD = F.normalize(positive_TD, dim=-1, eps=1e-6)
-        negative_RD = F.normalize(negative_RD, dim=-1, eps=1e-6)
-    positive_T1 = (hidden_TD * positive_TD).sum(-1, keepdim=True)
+    hidden_TD = hidden_TD.float()
+    positive_TD, negative_RD = head.weight_VD[target_T].float(), head.weight_VD[negative].float()
+    if head.l2_normalize:
+        hidden_TD, positive_TD, negative_RD = (
+            F.normalize(x, dim=-1, eps=L2_EPS) for x in (hidden_TD, positive_TD, negative_RD)
+        )
+    positive_T1 = (hidden_TD * positive_TD).sum(-1, keepdim=True) / head.temperature
     if shared:
-        negative_TR = hidden_TD @ negative_RD.T
+        negative_TR = hidden_TD @ negative_RD.T / head.temperature
     else:
-        negative_TR = torch.einsum("td,trd->tr", hidden_TD, negative_RD)
+        negative_TR = torch.einsum("td,trd->tr", hidden_TD, negative_RD) / head.temperature
+    if head.bias_V is not None:
+        positive_T1 = positive_T1 + head.bias_V[target_T][:, None]
+        negative_TR = negative_TR + head.bias_V[negative]
     negative_TR = negative_TR.masked_fill(negative == target_T[:, None], -torch.inf)
-    logits = torch.cat([positive_T1, negative_TR], dim=1) / temperature
+    logits = torch.cat([positive_T1, negative_TR], dim=1)
     return F.cross_entropy(logits, torch.zeros_like(target_T), reduction="none")
 
 
@@ -78,22 +95,19 @@ class StreamLoss:
         item_loss: str,
         vocabulary: SidVocabulary | None,
         *,
-        l2: bool,
-        temperature: float,
         action_weight: float,
         smooth: float = 0.0,
         num_negatives: int = 128,
         shared_negatives: bool = True,
     ) -> None:
         self.item_loss, self.vocabulary = item_loss, vocabulary
-        self.l2, self.temperature, self.smooth = l2, temperature, smooth
-        self.action_weight = action_weight
+        self.action_weight, self.smooth = action_weight, smooth
         self.num_negatives, self.shared_negatives = num_negatives, shared_negatives
 
     def __call__(
         self,
         hidden_TD: Tensor,
-        weight_VD: Tensor,
+        head: Head,
         target_T: Tensor,
         num_targets: Tensor | int | None = None,
     ) -> Tensor:
@@ -103,24 +117,21 @@ class StreamLoss:
         up to the loss of one large batch. No target at all gives 0 with zero gradients.
         """
         if target_T.numel() == 0:
-            return hidden_TD.sum() * 0.0 + weight_VD.sum() * 0.0
+            return hidden_TD.sum() * 0.0 + head.weight_VD.sum() * 0.0
         if self.item_loss == "full" and self.vocabulary is None:
-            total = self._full(hidden_TD, weight_VD, target_T).sum()
+            total = full_softmax(hidden_TD, head, target_T, self.smooth).sum()
         elif self.item_loss == "full":
             weight_T = torch.where(self._is_action(target_T), self.action_weight, 1.0)
-            total = (self._full(hidden_TD, weight_VD, target_T) * weight_T).sum()
+            total = (full_softmax(hidden_TD, head, target_T, self.smooth) * weight_T).sum()
         else:
-            total = self._by_group(hidden_TD, weight_VD, target_T)
+            total = self._by_group(hidden_TD, head, target_T)
         return total / (target_T.numel() if num_targets is None else num_targets)
-
-    def _full(self, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
-        return full_softmax(hidden_TD, weight_VD, target_T, self.l2, self.temperature, self.smooth)
 
     def _is_action(self, target_T: Tensor) -> Tensor:
         assert self.vocabulary is not None
         return target_T >= self.vocabulary.first_action
 
-    def _by_group(self, hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
+    def _by_group(self, hidden_TD: Tensor, head: Head, target_T: Tensor) -> Tensor:
         total = hidden_TD.sum() * 0.0
         for peers, is_action in self._peers(target_T.device):
             # `peers` is ascending, so a target's place in it is its class among them.
@@ -130,19 +141,13 @@ class StreamLoss:
                 continue
             hidden, local = hidden_TD[chosen], local_T[chosen]
             contiguous = int(peers[-1] - peers[0]) + 1 == len(peers)
-            rows = weight_VD[peers[0] : peers[-1] + 1] if contiguous else weight_VD[peers]
+            rows = head.rows(slice(int(peers[0]), int(peers[-1]) + 1) if contiguous else peers)
             if self.item_loss == "sampled" and not is_action and len(peers) > self.num_negatives:
                 loss_T = sampled_softmax(
-                    hidden,
-                    rows,
-                    local,
-                    self.l2,
-                    self.temperature,
-                    self.num_negatives,
-                    self.shared_negatives,
+                    hidden, rows, local, self.num_negatives, self.shared_negatives
                 )
             else:
-                loss_T = self._full(hidden, rows, local)
+                loss_T = full_softmax(hidden, rows, local, self.smooth)
             total = total + loss_T.sum() * (self.action_weight if is_action else 1.0)
         return total
 

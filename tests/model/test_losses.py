@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gr.model import GRConfig, GRForCausalLM
 from gr.model.heads import follow_table, token_logits
-from gr.model.losses import StreamLoss, sampled_softmax
+from gr.model.losses import Head, StreamLoss, sampled_softmax
 from gr.tokenizer.vocabulary import SidVocabulary
 
 VOCABULARY = SidVocabulary({"film": (4, 3), "song": (5,)}, ("like", "skip"))
@@ -31,7 +31,9 @@ def test_the_grammar_of_the_stream() -> None:
     assert names_after("<film:1:0>") == names_after("<song:0:4>") == {"<action"}
 
 
-def by_hand(hidden: Tensor, weight: Tensor, target: Tensor, l2: bool, temperature: float) -> Tensor:
+def by_hand(
+    hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, l2: bool, temperature: float
+) -> Tensor:
     """Softmax over exactly the tokens that may stand where the target stands."""
     table, groups = follow_table(VOCABULARY), VOCABULARY.groups()
     total = torch.zeros(())
@@ -42,7 +44,7 @@ def by_hand(hidden: Tensor, weight: Tensor, target: Tensor, l2: bool, temperatur
             score = hidden[row] @ weight[token]
             if l2:
                 score = score / (hidden[row].norm() * weight[token].norm())
-            scores[token] = score / temperature
+            scores[token] = score / temperature + bias[token]
         lse = torch.logsumexp(torch.stack(list(scores.values())), 0)
         action = groups[wanted] == groups.max()
         total = total + (lse - scores[wanted]) * (0.5 if action else 1.0)
@@ -53,10 +55,11 @@ def by_hand(hidden: Tensor, weight: Tensor, target: Tensor, l2: bool, temperatur
 def test_level_loss_is_a_softmax_over_what_may_come(l2: bool, temperature: float) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(12, 6), torch.randn(VOCABULARY.end, 6)
+    bias = torch.randn(VOCABULARY.end)
     target = torch.arange(6, 18)
-    loss = StreamLoss("level", VOCABULARY, l2=l2, temperature=temperature, action_weight=0.5)
-    got = loss(hidden, weight, target)
-    expected = by_hand(hidden, weight, target, l2, temperature)
+    loss = StreamLoss("level", VOCABULARY, action_weight=0.5)
+    got = loss(hidden, Head(weight, bias, l2, temperature), target)
+    expected = by_hand(hidden, weight, bias, target, l2, temperature)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -65,11 +68,12 @@ def test_parts_of_a_step_add_up_to_the_whole(item_loss: str) -> None:
     torch.manual_seed(1)
     hidden, weight = torch.randn(9, 6), torch.randn(VOCABULARY.end, 6)
     target = torch.arange(7, 16)
-    loss = StreamLoss(item_loss, VOCABULARY, l2=True, temperature=0.1, action_weight=2.0)
-    whole = loss(hidden, weight, target)
-    parts = [loss(hidden[at], weight, target[at], 9) for at in (slice(0, 2), slice(2, 9))]
+    loss = StreamLoss(item_loss, VOCABULARY, action_weight=2.0)
+    head = Head(weight, None, True, 0.1)
+    whole = loss(hidden, head, target)
+    parts = [loss(hidden[at], head, target[at], 9) for at in (slice(0, 2), slice(2, 9))]
     torch.testing.assert_close(parts[0] + parts[1], whole)
-    empty = loss(hidden[:0], weight, target[:0])
+    empty = loss(hidden[:0], head, target[:0])
     assert empty == 0
 
 
@@ -78,7 +82,7 @@ def test_sampled_softmax_never_meets_its_own_target(shared: bool) -> None:
     torch.manual_seed(2)
     hidden, weight = torch.randn(7, 4), torch.randn(2, 4)
     target = torch.tensor([0, 1, 0, 1, 1, 0, 0])
-    got = sampled_softmax(hidden, weight, target, False, 0.5, 400, shared)
+    got = sampled_softmax(hidden, Head(weight, temperature=0.5), target, 400, shared)
     # Of two items the one that is not the target is drawn about 200 times: the loss is
     # log(1 + R · exp(other − own)) with R the number of draws that were kept.
     own = (hidden * weight[target]).sum(1) / 0.5
@@ -94,8 +98,8 @@ def test_sampled_softmax_nears_the_full_one_with_every_item_sampled() -> None:
     torch.manual_seed(3)
     hidden, weight = torch.randn(5, 4), torch.randn(40, 4)
     target = torch.arange(5)
-    got = sampled_softmax(hidden, weight, target, True, 1.0, 400_000, True)
-    cosine = token_logits(hidden, weight, True, 1.0)
+    got = sampled_softmax(hidden, Head(weight, None, True), target, 400_000, True)
+    cosine = token_logits(hidden, weight, l2_normalize=True)
     others = cosine.exp().sum(1) - cosine[range(5), target].exp()
     # Draws are uniform over 40 rows and hits are dropped, so each other row is met R/40 times.
     expected = torch.log1p(10_000 * others / cosine[range(5), target].exp())
@@ -125,7 +129,9 @@ def test_bfloat16_sampled_softmax_stays_finite() -> None:
     torch.manual_seed(5)
     hidden = torch.randn(20, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(300, 8, dtype=torch.bfloat16, requires_grad=True)
-    loss = sampled_softmax(hidden, weight, torch.arange(20), True, 0.05, 128, True).mean()
+    loss = sampled_softmax(
+        hidden, Head(weight, None, True, 0.05), torch.arange(20), 128, True
+    ).mean()
     loss.backward()
     assert torch.isfinite(loss)
     assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
