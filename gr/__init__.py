@@ -4,12 +4,30 @@ Importing this package makes ``AutoConfig``, ``AutoModel``, ``AutoModelForCausal
 ``AutoTokenizer`` know its model and tokenizer.
 """
 
-from gr.data.schema import Event
+from gr.data import Event, Interactions, load
+from gr.inference import Recommender, Scored, TrieLogitsProcessor
 from gr.model import GRConfig, GRForCausalLM, GRModel
 from gr.model import register as _register_model
+from gr.tokenizer import Catalog, ItemTrie, ResidualKMeans, SemanticIdTokenizer
+from gr.tokenizer import register as _register_tokenizer
 
 __version__ = "0.1.0"
 
-__all__ = ["Event", "GRConfig", "GRForCausalLM", "GRModel"]
+__all__ = [
+    "Catalog",
+    "Event",
+    "GRConfig",
+    "GRForCausalLM",
+    "GRModel",
+    "Interactions",
+    "ItemTrie",
+    "Recommender",
+    "ResidualKMeans",
+    "Scored",
+    "SemanticIdTokenizer",
+    "TrieLogitsProcessor",
+    "load",
+]
 
 _register_model()
+_register_tokenizer(GRConfig)
