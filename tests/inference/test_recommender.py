@@ -1,0 +1,289 @@
+"""The public face, on random weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gr.data.schema import Event
+from gr.inference import Recommender, Scored
+from gr.tokenizer.trie import ItemTrie
+
+Make = Callable[..., Any]
+T0 = 10**9
+
+
+def day(n: int) -> int:
+    return T0 + 86_400 * n
+
+
+HISTORIES: list[list[Any]] = [
+    [Event("i1", "like", day(0)), Event("i2", "skip", day(1)), Event("i9", "like", day(1))],
+    [],
+    [Event("i4", "dislike", day(3))],
+    ["i5", "i6", "i7", "i8"],
+]
+
+
+@pytest.fixture
+def make_recommender(make_model: Make, make_tokenizer: Make) -> Callable[..., Recommender]:
+    def make(
+        kind: str = "hstu",
+        sizes: tuple[int, ...] = (4, 5, 6),
+        actions: tuple[str, ...] = ("like", "dislike", "skip"),
+        options: dict[str, Any] | None = None,
+        **rest: Any,
+    ) -> Recommender:
+        tokenizer = make_tokenizer(sizes, sizes[0] if len(sizes) == 1 else 30, actions)
+        vocabulary = tokenizer.vocabulary
+        extra = {} if kind == "llama" else {"vocabulary": vocabulary.to_dict()}
+        model = make_model(kind, vocabulary.size, **extra, **(options or {}))
+        return Recommender(model, tokenizer, **rest)
+
+    return make
+
+
+def names(answers: Sequence[Sequence[Scored]]) -> list[list[str]]:
+    return [[scored.item_id for scored in answer] for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["llama", "transformer", "hstu"])
+@pytest.mark.parametrize("sizes", [(4, 5, 6), (30,)])
+def test_retrieve_agrees_with_the_whole_catalogue(
+    kind: str, sizes: tuple[int, ...], make_recommender: Callable[..., Recommender]
+) -> None:
+    rec = make_recommender(kind, sizes)
+    scores = rec.score_catalog(HISTORIES)
+    answers = rec.retrieve(HISTORIES, k=30, num_beams=100, exclude_seen=False)
+    for row, answer in enumerate(answers):
+        assert len({s.item_id for s in answer}) == len(answer) == 30
+        assert [s.score for s in answer] == sorted((s.score for s in answer), reverse=True)
+        for scored in answer:
+            at = rec.catalog.item_ids.index(scored.item_id)
+            assert scored.score == pytest.approx(float(scores[row, at]), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "hstu"])
+def test_answers_do_not_depend_on_the_other_histories(
+    kind: str, make_recommender: Callable[..., Recommender]
+) -> None:
+    rec = make_recommender(kind, options={"item_loss": "level"})
+    asked: list[int | None] = [day(5), day(6), None, None]
+    for ask in (rec.retrieve, rec.recommend):
+        together = ask(HISTORIES, k=5, request_times=asked)
+        for row, history in enumerate(HISTORIES):
+            alone = ask([history], k=5, request_times=[asked[row]])[0]
+            assert [s.item_id for s in alone] == [s.item_id for s in together[row]]
+            for one, other in zip(alone, together[row], strict=True):
+                assert one.score == pytest.approx(other.score, abs=1e-4)
+    candidates = [["i3", "i1"], ["i0"], [], ["i7", "i8", "i9"]]
+    ranked = rec.rank(HISTORIES, candidates, request_times=asked)
+    for row, history in enumerate(HISTORIES):
+        alone = rec.rank([history], [candidates[row]], request_times=[asked[row]])[0]
+        assert names([alone]) == names([ranked[row]])
+    rec.batch_size = 1
+    assert names(rec.retrieve(HISTORIES, k=5, request_times=asked)) == names(
+        make_recommender(kind, options={"item_loss": "level"}).retrieve(
+            HISTORIES, k=5, request_times=asked
+        )
+    )
+
+
+def test_seen_and_allowed(make_recommender: Callable[..., Recommender]) -> None:
+    rec = make_recommender()
+    seen = [{"i1", "i2", "i9"}, set(), {"i4"}, {"i5", "i6", "i7", "i8"}]
+    for row, got in enumerate(names(rec.retrieve(HISTORIES, k=100))):
+        assert set(got) == set(rec.catalog.item_ids) - seen[row]
+    few = ["i1", "i3", "i5"]
+    assert [set(got) for got in names(rec.retrieve(HISTORIES, k=10, allowed=few))] == [
+        {"i3", "i5"},
+        {"i1", "i3", "i5"},
+        {"i1", "i3", "i5"},
+        {"i1", "i3"},
+    ]
+    per_user = [["i1", "i2"], {"i0"}, None, few]
+    chosen = [set(g) for g in names(rec.retrieve(HISTORIES, k=50, allowed=per_user))]
+    assert chosen == [set(), {"i0"}, set(rec.catalog.item_ids) - {"i4"}, {"i1", "i3"}]
+    assert names(rec.retrieve(HISTORIES, allowed=[])) == [[], [], [], []]
+    assert names(rec.recommend(HISTORIES, allowed=["i1"])) == [[], ["i1"], ["i1"], ["i1"]]
+    with pytest.raises(ValueError, match="allowed has 2 entries: wanted one for each of 4"):
+        rec.retrieve(HISTORIES, allowed=[["i1"], ["i2"]])
+    with pytest.raises(ValueError, match="allowed is the string 'i1'"):
+        rec.retrieve(HISTORIES, allowed="i1")
+
+
+def test_rank_is_the_probability_of_the_action(
+    make_recommender: Callable[..., Recommender],
+) -> None:
+    rec = make_recommender("transformer")
+    candidates = [f"i{n}" for n in range(12)]
+    by_action = {
+        action: rec.rank(HISTORIES, candidates, action=action) for action in rec.vocabulary.actions
+    }
+    for row in range(len(HISTORIES)):
+        total: dict[str, float] = dict.fromkeys(candidates, 0.0)
+        for answers in by_action.values():
+            assert [s.score for s in answers[row]] == sorted(
+                (s.score for s in answers[row]), reverse=True
+            )
+            for scored in answers[row]:
+                total[scored.item_id] += scored.score
+        assert list(total.values()) == pytest.approx([1.0] * 12, abs=1e-5)
+    # One stream, spelled out: history, candidate, and the softmax over the three action tokens.
+    encoded = rec.tokenizer.encode_history(HISTORIES[2])
+    ids = np.concatenate([encoded.input_ids, rec.tokenizer.encode_items(["i3"])[0]])
+    times = np.append(encoded.timestamps, [day(4)] * 3)
+    with torch.no_grad():
+        logits = rec.model(
+            input_ids=torch.from_numpy(ids)[None],
+            timestamps=torch.from_numpy(times)[None],
+            request_times=torch.tensor([day(4)]),
+        ).logits[0, -1]
+    expected = logits[torch.from_numpy(rec.vocabulary.action_tokens)].softmax(0)[0]
+    got = rec.rank([HISTORIES[2]], ["i3"], request_times=[day(4)])
+    assert got[0][0].score == pytest.approx(float(expected), abs=1e-5)
+    for one, other in zip(
+        rec.rank(HISTORIES, candidates, microbatch=5), by_action["like"], strict=True
+    ):
+        assert names([one]) == names([other])
+        assert [s.score for s in one] == pytest.approx([s.score for s in other], abs=1e-5)
+
+
+def test_recommend_is_the_probability_of_the_event(
+    make_recommender: Callable[..., Recommender],
+) -> None:
+    rec = make_recommender()
+    items = rec.score_catalog(HISTORIES)
+    liked = rec.rank(HISTORIES, rec.catalog.item_ids, action="like")
+    for weight in (0.0, 1.0, 2.5):
+        for row, answer in enumerate(rec.recommend(HISTORIES, k=4, action_weight=weight)):
+            chance = {s.item_id: s.score for s in liked[row]}
+            joint = {
+                item: float(items[row, at]) + weight * float(np.log(chance[item]))
+                for at, item in enumerate(rec.catalog.item_ids)
+                if item not in {e if isinstance(e, str) else e.item_id for e in HISTORIES[row]}
+            }
+            best = sorted(joint.values(), reverse=True)[:4]
+            assert [s.score for s in answer] == pytest.approx(best, abs=1e-4)
+            assert [joint[s.item_id] for s in answer] == pytest.approx(best, abs=1e-4)
+    skipped = rec.recommend(HISTORIES, k=4, action="skip")
+    assert skipped != rec.recommend(HISTORIES, k=4, action="like")
+
+
+def test_a_stream_without_actions_retrieves_and_says_that_it_cannot_rank(
+    make_recommender: Callable[..., Recommender],
+) -> None:
+    rec = make_recommender(actions=())
+    assert rec.recommend(HISTORIES, k=5) == rec.retrieve(HISTORIES, k=5, num_beams=50)
+    with pytest.raises(ValueError, match="ranking needs two or more"):
+        rec.rank(HISTORIES, ["i1"])
+
+
+def test_unknown_items_are_skipped_and_reported(
+    make_recommender: Callable[..., Recommender],
+) -> None:
+    rec = make_recommender()
+    with_unknown: list[list[Any]] = [["i1", "zzz", "i2", 77], ["i3"]]
+    message = r"2 unknown items in histories \(first: histories\[0\], 'zzz'"
+    with pytest.warns(UserWarning, match=message):
+        got = rec.retrieve(with_unknown, k=3)
+    assert rec.last_report.unknown_items == {0: ["zzz", "77"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert got == rec.retrieve([["i1", "i2"], ["i3"]], k=3)
+    assert rec.last_report.unknown_items == {}
+    with pytest.warns(UserWarning, match="unknown items in candidates"):
+        ranked = rec.rank([["i1"]], [["i2", "nope"]])
+    assert names(ranked) == [["i2"]]
+    assert rec.last_report.unknown_candidates == {0: ["nope"]}
+    with pytest.warns(UserWarning, match="unknown items in allowed"):
+        rec.retrieve([["i1"]], allowed=["i2", "nope"])
+    with pytest.warns(UserWarning):
+        assert rec.retrieve([["zzz"]], k=3)[0] == rec.retrieve([[]], k=3)[0]
+
+
+def test_long_histories_keep_their_end(make_recommender: Callable[..., Recommender]) -> None:
+    rec = make_recommender()
+    long = [f"i{n % 30}" for n in range(200)]
+    fits = rec.encoder.max_events
+    assert fits is not None
+    got = rec.retrieve([long], k=5, exclude_seen=False)
+    assert rec.last_report.truncated == {0: 200 - fits}
+    assert got == rec.retrieve([long[-fits:]], k=5, exclude_seen=False)
+    assert rec.retrieve([long], k=5) == [[]]  # seen is the whole history, not what the model reads
+    short = make_recommender(max_events=2)
+    assert short.retrieve([long], k=5, exclude_seen=False) == short.retrieve(
+        [long[-2:]], k=5, exclude_seen=False
+    )
+
+
+def test_missing_actions_stand_for_the_default_one(
+    make_recommender: Callable[..., Recommender],
+) -> None:
+    rec = make_recommender(options={"item_loss": "level"})
+    plain = rec.retrieve([["i1", "i2"]], k=5)
+    assert plain == rec.retrieve([[Event("i1", "like"), Event("i2", "like")]], k=5)
+    assert plain != rec.retrieve([[Event("i1", "skip"), Event("i2", "skip")]], k=5)
+    stars = make_recommender(actions=("low", "high"))
+    unknown = stars.retrieve([["i1"]])
+    assert unknown[0] and unknown != stars.retrieve([[Event("i1", "high")]])
+    with pytest.raises(ValueError, match=r"action is None: wanted one of \('low', 'high'\)"):
+        stars.recommend([[]])
+    assert make_recommender(actions=("low", "high"), default_action="high").recommend([["i1"]])
+
+
+@pytest.mark.parametrize(
+    ("histories", "asked", "message"),
+    [
+        (["i1", "i2"], None, "histories is one history"),
+        ("i1", None, "histories is one history"),
+        ([["i1"]], [1, 2], "request_times has 2 entries"),
+        ([["i1"]], [day(1)], "has no timestamps: wanted both or neither"),
+        ([[Event("i1", "like", day(3))]], [day(1)], r"request_times\[0\] is .* before the last"),
+        ([[], [Event("i1", "love")]], None, r"histories\[1\]: events\[0\] has action 'love'"),
+        ([[Event("i1", "like", 9), Event("i2", "like", 3)]], None, "sorted by time"),
+    ],
+)
+def test_malformed_histories_are_named(
+    histories: Any, asked: Any, message: str, make_recommender: Callable[..., Recommender]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_recommender().retrieve(histories, request_times=asked)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "hstu"])
+def test_saved_and_loaded(
+    kind: str, tmp_path: Path, make_recommender: Callable[..., Recommender]
+) -> None:
+    rec = make_recommender(kind, default_action="skip", max_events=3)
+    rec.save_pretrained(tmp_path / "model")
+    loaded = Recommender.from_pretrained(tmp_path / "model")
+    assert loaded.default_action == "skip"
+    for ask in (rec.retrieve, rec.recommend):
+        again = loaded.retrieve if ask == rec.retrieve else loaded.recommend
+        assert names(ask(HISTORIES, k=7)) == names(again(HISTORIES, k=7))
+    assert sorted(p.suffix for p in (tmp_path / "model").iterdir() if "tmp" in p.name) == []
+
+    # A trie of another catalogue beside this one is not believed.
+    ItemTrie(torch.tensor([[1], [2]])).save(tmp_path / "model" / "trie.safetensors")
+    rebuilt = Recommender.from_pretrained(tmp_path / "model")
+    assert names(rebuilt.retrieve(HISTORIES, k=7)) == names(rec.retrieve(HISTORIES, k=7))
+    with pytest.raises(FileNotFoundError, match="not a folder"):
+        Recommender.from_pretrained(tmp_path / "nowhere")
+
+
+def test_scores_of_the_catalogue_are_log_probabilities(
+    make_recommender: Callable[..., Recommender],
+) -> None:
+    rec = make_recommender("hstu", (30,), options={"item_loss": "level"})
+    scores: Tensor = rec.score_catalog(HISTORIES)
+    torch.testing.assert_close(scores.exp().sum(1), torch.ones(4))
+    assert rec.score_catalog([]).shape == (0, 30)
+    assert rec.retrieve([]) == rec.rank([], []) == rec.recommend([]) == []
