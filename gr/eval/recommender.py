@@ -1,0 +1,114 @@
+"""A served recommender under the protocols: whole-catalogue retrieval, and action probabilities.
+
+Every row is asked at the time of its target, which a service knows as the time of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from gr.data import Event
+from gr.eval.protocol import RankingResult, RetrievalProtocol, RetrievalResult
+from gr.eval.protocol import evaluate_ranking as evaluate_probabilities
+from gr.eval.protocol import evaluate_retrieval as evaluate_scores
+from gr.eval.rows import EvaluationBatch, EvaluationSet
+
+if TYPE_CHECKING:
+    from gr.inference import Recommender
+
+
+def histories_of(
+    batch: EvaluationBatch, actions: Sequence[str], has_clock: bool
+) -> list[list[Event]]:
+    """The histories of a batch as events.
+
+    Args:
+        actions: actions the model has words for; any other is passed on as unknown.
+        has_clock: False where the data's times are an order, which no model may read as seconds.
+    """
+    if batch.item_ids is None:
+        raise ValueError("the batch has no item ids: build the rows with EvaluationSet.from_rows")
+    known = set(actions)
+    histories = []
+    for at, items in enumerate(batch.item_ids):
+        blank: list[Any] = [None] * len(items)
+        names = blank if batch.actions is None else batch.actions[at]
+        times = blank if batch.timestamps is None or not has_clock else batch.timestamps[at]
+        histories.append(
+            [
+                Event(item, name if name in known else None, time)
+                for item, name, time in zip(items, names, times, strict=True)
+            ]
+        )
+    return histories
+
+
+def evaluate_recommender(
+    recommender: Recommender,
+    rows: Any,
+    has_clock: bool = True,
+    protocol: RetrievalProtocol | None = None,
+    num_beams: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> RetrievalResult:
+    """Retrieval quality on split rows, by exact scores of every item, or by beams as served.
+
+    Args:
+        rows: validation or test part of a split.
+        num_beams: None scores the whole catalogue; a number retrieves with that many beams.
+    """
+    protocol = protocol or RetrievalProtocol()
+    actions = recommender.vocabulary.actions
+
+    def answer(batch: EvaluationBatch) -> Tensor | list[Any]:
+        histories = histories_of(batch, actions, has_clock)
+        times = batch.request_times if has_clock else None
+        if num_beams is None:
+            return recommender.score_catalog(histories, times)
+        depth = max(*protocol.ks, protocol.curve_k)
+        return recommender.retrieve(
+            histories,
+            min(depth, num_beams),
+            num_beams,
+            exclude_seen=protocol.exclude_seen,
+            request_times=times,
+        )
+
+    evaluated = EvaluationSet.from_rows(rows, recommender.catalog)
+    return evaluate_scores(answer, evaluated, protocol, progress=progress)
+
+
+def evaluate_actions(
+    recommender: Recommender, rows: Any, action: str = "like", has_clock: bool = True
+) -> RankingResult:
+    """AUC, GAUC and NE of p(action) for the target item of each row.
+
+    The label is whether the target's own action was ``action``. Targets that the catalogue does
+    not know have no probability and are left out; the counts say how many events remain.
+
+    Raises:
+        ValueError: the model has no such action, or only one label occurs.
+    """
+    evaluated = EvaluationSet.from_rows(rows, recommender.catalog)
+    vocabulary = recommender.vocabulary.actions
+    scores: list[float] = []
+    for start, batch in evaluated.batches(256):
+        targets = [str(rows[start + at]["target_item_id"]) for at in range(len(batch))]
+        answers = recommender.rank(
+            histories_of(batch, vocabulary, has_clock),
+            [[target] for target in targets],
+            action,
+            batch.request_times if has_clock else None,
+        )
+        scores += [answer[0].score if answer else float("nan") for answer in answers]
+    probability: npt.NDArray[np.float64] = np.array(scores)
+    label = np.array([name == action for name in rows["target_action"]])
+    known = evaluated.targets >= 0
+    return evaluate_probabilities(
+        probability[known], label[known], evaluated.user_ids[known].tolist()
+    )
