@@ -6,7 +6,8 @@ Legend: n items, M levels, K codes of the last level. A bucket is the set of ite
   catalogue (NEO).
 - ``extra_level``: one more code tells the items of a bucket apart, the most popular first (TIGER).
 - ``reassign``: the most popular item keeps the ID, each other one moves to the nearest free code of
-  the last level under the same prefix.
+  the last level under the same prefix, and where that prefix is full, under the nearest one that
+  is not. Items share an ID only when every prefix in use is full.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def resolve(
         embeddings: float [n, d], the points that were encoded, for ``reassign``.
 
     Warns:
-        QuantizerWarning: ``reassign`` found more items under a prefix than codes; the surplus
-            still shares an ID, and the warning says how many.
+        QuantizerWarning: ``reassign`` found every prefix in use full; the surplus still shares an
+            ID, and the warning says how many.
 
     Raises:
         ValueError: unknown policy, a code outside its level, ``reassign`` without quantizer or
@@ -191,18 +192,48 @@ def _reassign(
             movers.append(row)
         used.add(last)
     shared = 0
+    nearest = _PrefixesWithRoom(taken, sizes, quantizer)
     for row in movers:
-        used = taken[codes[row, :-1].tobytes()]
+        prefix = codes[row, :-1]
+        if len(taken[prefix.tobytes()]) >= sizes[-1]:
+            other = nearest.to(points[row])
+            if other is None:
+                shared += 1
+                continue
+            prefix = other
+        used = taken[prefix.tobytes()]
         free = np.array([c for c in range(sizes[-1]) if c not in used], dtype=np.int64)
-        if not len(free):
-            shared += 1
-            continue
-        best = int(free[_distances(points[row], codes[row, :-1], free, quantizer).argmin()])
-        out[row, -1] = best
+        best = int(free[_distances(points[row], prefix, free, quantizer).argmin()])
+        out[row] = [*prefix, best]
         used.add(best)
     if shared:
-        _warn_shared(shared, len(codes), f"their prefixes hold more items than {sizes[-1]} codes")
+        _warn_shared(shared, len(codes), f"every prefix in use has all its {sizes[-1]} codes taken")
     return out.astype(np.int32)
+
+
+class _PrefixesWithRoom:
+    """The prefixes in use, and which of them still has a free last code."""
+
+    def __init__(
+        self, taken: dict[bytes, set[int]], sizes: tuple[int, ...], quantizer: Quantizer
+    ) -> None:
+        self._taken, self._sizes, self._quantizer = taken, sizes, quantizer
+        self._keys: list[bytes] = []
+
+    def to(self, point: FloatArray) -> IntArray | None:
+        """The nearest prefix int64 [M - 1] with room, or None."""
+        if len(self._sizes) == 1:
+            return None
+        if not self._keys:
+            self._keys = list(self._taken)
+            self._codes = np.array([np.frombuffer(key, dtype=np.int64) for key in self._keys])
+            self._centres = self._quantizer.decode(self._codes)
+        distance = ((self._centres - point) ** 2).sum(axis=1)
+        full = [len(self._taken[key]) >= self._sizes[-1] for key in self._keys]
+        distance[np.array(full)] = np.inf
+        best = int(distance.argmin())
+        chosen: IntArray = self._codes[best]
+        return chosen if np.isfinite(distance[best]) else None
 
 
 def _distances(

@@ -91,6 +91,22 @@ def test_reassign_without_room_shares_and_says_how_many() -> None:
     assert len(np.unique(codes, axis=0)) == 8
 
 
+def test_reassign_moves_the_surplus_of_a_full_prefix_to_the_nearest_with_room() -> None:
+    # Twenty items in one place, four far away: the crowded prefix has eight codes.
+    points = np.concatenate([np.zeros((20, 2)), 10 + np.arange(8).reshape(4, 2)]).astype(np.float32)
+    points += np.random.default_rng(0).normal(0, 0.01, points.shape).astype(np.float32)
+    quantizer = ResidualKMeans(codebook_size=(4, 8)).fit(points)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        codes, _ = resolve(
+            quantizer.encode(points), (4, 8), "reassign", quantizer=quantizer, embeddings=points
+        )
+    assert len(np.unique(codes, axis=0)) == len(points)
+    kept = quantizer.encode(points)
+    crowded = np.bincount(kept[:20, 0]).argmax()
+    assert (codes[:20, 0] == crowded).sum() == 8
+
+
 @pytest.mark.parametrize("policy", ["popularity", "extra_level", "reassign"])
 def test_appending_moves_nothing_and_avoids_published_ids(policy: str) -> None:
     quantizer, points, codes = fitted()
