@@ -196,7 +196,7 @@ def test_a_future_token_changes_nothing_before_it(block: str, options: dict[str,
 
 @case
 def test_round_trip_and_auto_classes(block: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = make(block, options, l2_normalize=True, temperature=0.05, head_bias=True)
+    model = make(block, options, l2_normalize=True, logit_temperature=0.05, head_bias=True)
     # Every row is somebody's, the padding row of a tied head too.
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

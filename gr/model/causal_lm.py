@@ -246,7 +246,9 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
 
     def _head(self) -> Head:
         config = self.config
-        return Head(self.lm_head.weight, self.lm_head.bias, config.l2_normalize, config.temperature)
+        return Head(
+            self.lm_head.weight, self.lm_head.bias, config.l2_normalize, config.logit_temperature
+        )
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

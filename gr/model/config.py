@@ -29,7 +29,7 @@ class GRConfig(PretrainedConfig):
             against ``num_negatives`` drawn uniformly from the target's level.
         shared_negatives: draw the negatives once per batch instead of once per position.
         head_bias: add a learnt bias per token to the logits.
-        l2_normalize, temperature: logits are cosines over the temperature instead of dot products.
+        l2_normalize, logit_temperature: logits are cosines over the temperature instead of dot products.
         action_loss_weight: weight of action targets beside item targets.
         label_smoothing: share of the target spread over the softmax.
         vocabulary: ``SidVocabulary.to_dict()``; needed by the "level" and "sampled" losses.
@@ -63,7 +63,7 @@ class GRConfig(PretrainedConfig):
     shared_negatives: bool = True
     head_bias: bool = False
     l2_normalize: bool = False
-    temperature: float = 1.0
+    logit_temperature: float = 1.0
     action_loss_weight: float = 1.0
     label_smoothing: float = 0.0
     vocabulary: dict[str, Any] | None = None
@@ -101,8 +101,10 @@ class GRConfig(PretrainedConfig):
         ):
             if value not in wanted:
                 raise ValueError(f"{name}: {value!r}, wanted one of {wanted}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature: {self.temperature}, wanted a positive number")
+        if self.logit_temperature <= 0:
+            raise ValueError(
+                f"logit_temperature: {self.logit_temperature}, wanted a positive number"
+            )
         if self.item_loss != "full" and self.vocabulary is None:
             raise ValueError(
                 f"item_loss: {self.item_loss!r} needs 'vocabulary' (SidVocabulary.to_dict())"

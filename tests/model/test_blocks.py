@@ -169,7 +169,7 @@ def test_millisecond_floats_are_refused() -> None:
         ({"block_options": {"hstu": {"norm_length": 0.0}}}, "norm_length: 0.0"),
         ({"final_norm": "layer"}, "final_norm"),
         ({"item_loss": "level"}, "needs 'vocabulary'"),
-        ({"temperature": 0.0}, "temperature: 0.0"),
+        ({"logit_temperature": 0.0}, "logit_temperature: 0.0"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 4}, "not a multiple"),
     ],
 )
