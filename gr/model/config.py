@@ -29,7 +29,8 @@ class GRConfig(PretrainedConfig):
             against ``num_negatives`` drawn uniformly from the target's level.
         shared_negatives: draw the negatives once per batch instead of once per position.
         head_bias: add a learnt bias per token to the logits.
-        l2_normalize, logit_temperature: logits are cosines over the temperature instead of dot products.
+        l2_normalize: logits are cosines instead of dot products.
+        logit_temperature: logits are divided by it, in training and at inference.
         action_loss_weight: weight of action targets beside item targets.
         label_smoothing: share of the target spread over the softmax.
         vocabulary: ``SidVocabulary.to_dict()``; needed by the "level" and "sampled" losses.
