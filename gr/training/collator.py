@@ -1,0 +1,84 @@
+"""Windows to padded batches of token streams.
+
+Legend: B windows of a batch, N tokens of the longest of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gr.tokenizer import SemanticIdTokenizer
+from gr.training.events import EventArrays, IntArray, Windows
+
+IGNORED = -100
+
+
+class StreamCollator:
+    """Builds ``input_ids, attention_mask, timestamps, labels``, all int64 [B, N], padded right.
+
+    Every token after BOS is a label except special tokens, the events before a window's first
+    target, and semantic IDs of events that are no retrieval targets. Labels are aligned with
+    ``input_ids``; the model shifts them. ``timestamps`` is left out where the data has no clock.
+
+    The request time of a window's last token never matters here: what it predicts lies outside.
+
+    Args:
+        events: what the windows point into.
+        tokenizer: spells events as tokens; its catalogue is the one ``events`` was looked up in.
+    """
+
+    def __init__(self, events: EventArrays, tokenizer: SemanticIdTokenizer) -> None:
+        self.events = events
+        self.encoder = tokenizer.encoder
+        vocabulary = tokenizer.vocabulary
+        self.first_sid = vocabulary.base + len(vocabulary.specials)
+        self.first_action = vocabulary.first_action
+        self.pad = vocabulary.special_token("[PAD]")
+        levels = (self.encoder.item_tokens >= 0).sum(axis=1)
+        tokens = levels[events.item] + (1 if vocabulary.actions else 0)
+        self._tokens_before = np.zeros(len(events) + 1, dtype=np.int64)
+        np.cumsum(tokens, out=self._tokens_before[1:])
+
+    def lengths(self, windows: Windows) -> IntArray:
+        """Tokens of every window, BOS included: int64 [n]."""
+        before: IntArray = self._tokens_before
+        return 1 + before[windows.stop] - before[windows.start]
+
+    def __call__(self, windows: Windows) -> dict[str, Tensor]:
+        """One padded batch."""
+        events = self.events
+        count = windows.stop - windows.start
+        offsets = np.zeros(len(count) + 1, dtype=np.int64)
+        np.cumsum(count, out=offsets[1:])
+        source = np.arange(offsets[-1]) + np.repeat(windows.start - offsets[:-1], count)
+        action = np.where(np.repeat(windows.bare, count), -1, events.action[source])
+        times = None if events.timestamp is None else events.timestamp[source]
+        streams = self.encoder.encode_batch(events.item[source], action, times, offsets)
+
+        ids = streams.input_ids
+        event = np.maximum(streams.event, 0)
+        is_target = (source >= np.repeat(windows.first_target, count))[event]
+        is_target &= (streams.event >= 0) & (ids >= self.first_sid)
+        is_target &= (ids >= self.first_action) | events.is_target[source][event]
+        labels = np.where(is_target, ids, IGNORED)
+
+        length = np.diff(streams.offsets)
+        row = np.repeat(np.arange(len(length)), length)
+        column = np.arange(len(ids)) - np.repeat(streams.offsets[:-1], length)
+        shape = (len(length), int(length.max()))
+
+        def padded(values: IntArray, fill: int) -> Tensor:
+            out = np.full(shape, fill, dtype=np.int64)
+            out[row, column] = values
+            return torch.from_numpy(out)
+
+        batch = {
+            "input_ids": padded(ids, self.pad),
+            "attention_mask": padded(np.ones_like(ids), 0),
+            "labels": padded(labels, IGNORED),
+        }
+        if times is not None:
+            batch["timestamps"] = padded(streams.timestamps, 0)
+        return batch

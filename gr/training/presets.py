@@ -1,0 +1,100 @@
+"""Recipes with a name. ``gr recipe NAME`` prints one as JSON, to keep or to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gr.training.recipe import (
+    BatchRecipe,
+    DataRecipe,
+    EmbeddingRecipe,
+    IdsRecipe,
+    OptimizerRecipe,
+    Recipe,
+    SelectionRecipe,
+    TrainingRecipe,
+    WindowRecipe,
+)
+
+# MovieLens' half of the scale: 4 and 5 stars are a like.
+LIKES = (("like", 4.0, None), ("dislike", None, 4.0))
+
+HSTU_SID = Recipe(
+    name="hstu-sid",
+    data=DataRecipe(actions_from_value=LIKES),
+    ids=IdsRecipe(
+        levels=(64, 64),
+        embeddings=(
+            EmbeddingRecipe("cooccurrence", window=None),
+            EmbeddingRecipe("cooccurrence", window=10),
+            EmbeddingRecipe("text", weight=0.09, dimension=48),
+        ),
+        collisions="reassign",
+        actions=("like", "dislike"),
+    ),
+    model={
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "layer_types": ["hstu", "hstu"],
+        "block_options": {"hstu": {"norm_length": 304.0}},
+        "dropout": 0.2,
+        "item_loss": "level",
+        "head_bias": True,
+        "action_loss_weight": 0.1,
+    },
+    training=TrainingRecipe(
+        epochs=16,
+        windows=WindowRecipe(max_events=100, random_cuts=True),
+        batches=BatchRecipe(tokens=2048),
+        optimizer=OptimizerRecipe(learning_rate=2e-3),
+        selection=SelectionRecipe(every=4, first=4),
+    ),
+)
+
+HSTU_ATOMIC = Recipe(
+    name="hstu-atomic",
+    data=DataRecipe(actions_from_value=LIKES),
+    ids=IdsRecipe(kind="atomic", embeddings=()),
+    model={
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "layer_types": ["hstu", "hstu"],
+        "block_options": {"hstu": {"norm_length": 203.0}},
+        "embedding_scale": 8.0,
+        "dropout": 0.3,
+        "item_loss": "level",
+        "final_norm": "none",
+        "l2_normalize": True,
+        "logit_temperature": 0.05,
+    },
+    training=TrainingRecipe(
+        epochs=14,
+        windows=WindowRecipe(max_events=200, random_cuts=True),
+        batches=BatchRecipe(tokens=1024),
+        optimizer=OptimizerRecipe(learning_rate=3e-3),
+        selection=SelectionRecipe(every=7, first=7, ema_decay=0.998),
+    ),
+)
+
+PRESETS: dict[str, Recipe] = {recipe.name: recipe for recipe in (HSTU_SID, HSTU_ATOMIC)}
+
+DESCRIPTIONS: dict[str, str] = {
+    "hstu-sid": "semantic IDs and actions through HSTU blocks: retrieves and ranks",
+    "hstu-atomic": "one token per item through HSTU blocks: the classic sequential model",
+}
+
+
+def find_recipe(name_or_path: str) -> Recipe:
+    """A preset by name, or a JSON file.
+
+    Raises:
+        FileNotFoundError: neither.
+        ValueError: a file that is no recipe; the message names it.
+    """
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    if not Path(name_or_path).is_file():
+        raise FileNotFoundError(
+            f"{name_or_path}: no such recipe, wanted one of {[*PRESETS]} or a JSON file"
+        )
+    return Recipe.load(name_or_path)

@@ -1,0 +1,379 @@
+"""Recipes: everything that decides a training run, as dataclasses that read and write JSON.
+
+A recipe names no file and no data set, so one recipe serves many. Unknown keys and values of a
+wrong type are refused where they are read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: {value!r}, wanted {wanted}")
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """From a table of events to sequences and a split.
+
+    Attributes:
+        actions_from_value: rules ``(action, low, high)``, see ``gr.data.actions_from_value``.
+        k_core: keep users and items with at least that many events; 0 keeps all.
+        min_events: keep users with at least that many events.
+        split: the protocol of evaluation.
+    """
+
+    actions_from_value: tuple[tuple[str, float | None, float | None], ...] = ()
+    k_core: int = 0
+    min_events: int = 3
+    split: Literal["leave_one_out", "global_temporal"] = "leave_one_out"
+
+
+@dataclass(frozen=True)
+class EmbeddingRecipe:
+    """One source of item embeddings.
+
+    Attributes:
+        source: "cooccurrence" in training histories, or "text": titles and other metadata.
+        weight: share of squared distances beside the other sources.
+        dimension: columns.
+        window: events that co-occurring items may lie apart; None: the whole history.
+        model: name or folder of a sentence-transformers model; None for TF-IDF.
+    """
+
+    source: Literal["cooccurrence", "text"] = "cooccurrence"
+    weight: float = 1.0
+    dimension: int = 64
+    window: int | None = 10
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class IdsRecipe:
+    """From items to semantic IDs.
+
+    Attributes:
+        kind: "semantic": residual k-means; "shuffled": the same IDs dealt out at random; "lsh":
+            random hyperplanes; "atomic": one token per item.
+        levels: codes per level, e.g. (64, 64, 32); "atomic" has as many codes as items.
+        embeddings: what the IDs are made from; "atomic" needs none.
+        collisions: "popularity", "extra_level" or "reassign".
+        actions: actions that become tokens, in this order; empty for streams of items only.
+        seed: of embeddings and clustering.
+    """
+
+    kind: Literal["semantic", "shuffled", "lsh", "atomic"] = "semantic"
+    levels: tuple[int, ...] = (64, 64, 64)
+    embeddings: tuple[EmbeddingRecipe, ...] = (EmbeddingRecipe(),)
+    collisions: Literal["popularity", "extra_level", "reassign"] = "reassign"
+    actions: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.levels) and min(self.levels, default=0) > 0,
+            "levels",
+            self.levels,
+            "one or more positive sizes",
+        )
+        _require(
+            bool(self.embeddings) or self.kind == "atomic",
+            "embeddings",
+            self.embeddings,
+            "at least one source",
+        )
+
+
+@dataclass(frozen=True)
+class WindowRecipe:
+    """How histories are cut for training.
+
+    Attributes:
+        max_events: most events of one training sequence.
+        context: events that a later window of the same user repeats from the one before.
+        random_cuts: draw where long histories are cut, anew in every epoch.
+        action_dropout: probability that a sequence shows [UNK] for all its actions, so that the
+            model also serves histories of bare items.
+        positive_actions: only items with these actions are retrieval targets; empty for all.
+    """
+
+    max_events: int = 200
+    context: int = 0
+    random_cuts: bool = False
+    action_dropout: float = 0.0
+    positive_actions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_events > 0, "max_events", self.max_events, "a positive number")
+        _require(
+            0 <= self.context < self.max_events,
+            "context",
+            self.context,
+            f"0 <= context < max_events ({self.max_events})",
+        )
+        _require(
+            0 <= self.action_dropout <= 1, "action_dropout", self.action_dropout, "a probability"
+        )
+
+
+@dataclass(frozen=True)
+class BatchRecipe:
+    """The batch of one optimiser step, over all processes together.
+
+    Attributes:
+        tokens: most padded tokens, or None to count sequences.
+        sequences: number of sequences, or None to count tokens.
+        accumulation: parts in which each process works through its share.
+        length_noise: how far lengths are perturbed before windows of like length are batched.
+    """
+
+    tokens: int | None = 4096
+    sequences: int | None = None
+    accumulation: int = 1
+    length_noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        sizes = (self.tokens, self.sequences)
+        _require(
+            (self.tokens is None) != (self.sequences is None),
+            "tokens, sequences",
+            sizes,
+            "exactly one of them (set the other to null)",
+        )
+        _require(
+            min(n for n in sizes if n is not None) > 0,
+            "tokens, sequences",
+            sizes,
+            "a positive size",
+        )
+        _require(self.accumulation > 0, "accumulation", self.accumulation, "a positive number")
+        _require(self.length_noise >= 0, "length_noise", self.length_noise, "a number >= 0")
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """AdamW and its learning rate.
+
+    Attributes:
+        schedule: how the rate falls from its peak, after ``warmup_steps`` of linear rise, to
+            ``final_ratio`` times the peak at the last step.
+        weight_decay: applies to the kinds of parameters in ``decay``: "matrices", "embeddings"
+            and "vectors" (norms and biases).
+        max_grad_norm: gradients are clipped to it; 0 for no clipping.
+    """
+
+    learning_rate: float = 1e-3
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 100
+    final_ratio: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.0
+    decay: tuple[Literal["matrices", "embeddings", "vectors"], ...] = ("matrices",)
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
+        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number >= 0")
+        _require(0 <= self.final_ratio <= 1, "final_ratio", self.final_ratio, "a ratio in [0, 1]")
+        _require(all(0 <= b < 1 for b in self.betas), "betas", self.betas, "numbers in [0, 1)")
+
+
+@dataclass(frozen=True)
+class SelectionRecipe:
+    """Which weights of the run become the model.
+
+    Attributes:
+        metric: name of the validation metric that selects; higher is better.
+        rows: validate on that many validation rows, drawn once by the run's seed; None for all.
+        every: epochs between validations.
+        first: epoch of the first validation.
+        patience: stop after that many validations in a row without a new best; None never stops.
+        ema_decay: validate and keep an exponential moving average of the weights; 0 for none.
+    """
+
+    metric: str = "NDCG@10"
+    rows: int | None = None
+    every: int = 1
+    first: int = 1
+    patience: int | None = None
+    ema_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.every > 0, "every", self.every, "a positive number of epochs")
+        _require(self.first > 0, "first", self.first, "an epoch >= 1")
+        _require(
+            self.patience is None or self.patience > 0,
+            "patience",
+            self.patience,
+            "a positive number or null",
+        )
+        _require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "a number in [0, 1)")
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """One training run.
+
+    Attributes:
+        epochs: passes over all targets.
+        seed: of weights, dropout, cuts and batches.
+        precision: "fp32", or "bf16" mixed precision.
+        deterministic: refuse operations without a deterministic implementation. Runs on CPU
+            repeat exactly without it.
+        save_steps: write a checkpoint every that many optimiser steps, beside those that each
+            validation writes; None for those alone.
+        log_steps: optimiser steps between log entries.
+        tensorboard: write TensorBoard events.
+    """
+
+    epochs: int = 20
+    seed: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    deterministic: bool = False
+    save_steps: int | None = None
+    log_steps: int = 50
+    tensorboard: bool = True
+    windows: WindowRecipe = field(default_factory=WindowRecipe)
+    batches: BatchRecipe = field(default_factory=BatchRecipe)
+    optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
+    selection: SelectionRecipe = field(default_factory=SelectionRecipe)
+
+    def __post_init__(self) -> None:
+        _require(self.epochs > 0, "epochs", self.epochs, "a positive number")
+        _require(self.log_steps > 0, "log_steps", self.log_steps, "a positive number")
+        _require(
+            self.save_steps is None or self.save_steps > 0,
+            "save_steps",
+            self.save_steps,
+            "a positive number or null",
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run. ``model`` holds arguments of ``GRConfig``, without those the IDs decide."""
+
+    name: str = "recipe"
+    data: DataRecipe = field(default_factory=DataRecipe)
+    ids: IdsRecipe = field(default_factory=IdsRecipe)
+    model: dict[str, Any] = field(default_factory=dict)
+    training: TrainingRecipe = field(default_factory=TrainingRecipe)
+
+    def __post_init__(self) -> None:
+        from gr.model import GRConfig
+
+        known = [f.name for f in fields(GRConfig) if not f.name.startswith("_")]
+        for name in ("vocab_size", "vocabulary"):
+            _require(
+                name not in self.model,
+                f"recipe.model.{name}",
+                self.model.get(name),
+                "nothing: it follows from the semantic IDs",
+            )
+        for name in self.model:
+            if name not in known:
+                raise _unknown_key("recipe.model", name, known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        """Read ``to_dict``'s form; keys that are left out keep their defaults.
+
+        Raises:
+            ValueError: an unknown key, or a value of a wrong type or out of range.
+        """
+        return _read(cls, data, "recipe")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON; the file appears whole or not at all."""
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(file.name + ".tmp")
+        temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recipe:
+        """Read a JSON file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: no JSON, or anything ``from_dict`` refuses; the message names the file.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such recipe, wanted a JSON file")
+        try:
+            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        except ValueError as error:  # JSONDecodeError is one
+            raise ValueError(f"{file}: {error}") from error
+
+
+def _unknown_key(where: str, key: str, known: list[str]) -> ValueError:
+    close = difflib.get_close_matches(key, known, 1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return ValueError(f"{where}: unknown key {key!r}{hint}, wanted some of {sorted(known)}")
+
+
+def _read(cls: type[T], data: object, where: str) -> T:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: {data!r}, wanted an object with keys")
+    assert is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    values = {}
+    for key, value in data.items():
+        if key not in known:
+            raise _unknown_key(where, key, known)
+        values[key] = _convert(value, hints[key], f"{where}.{key}")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(
+            str(error) if str(error).startswith(where) else f"{where}.{error}"
+        ) from error
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """The value as the annotated type, JSON's lists as tuples."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        return _read(typing.cast(type, hint), value, where)
+    if origin is types.UnionType or origin is typing.Union:
+        if value is None:
+            return None
+        return _convert(value, next(p for p in parts if p is not type(None)), where)
+    if origin is Literal:
+        _require(value in parts, where, value, f"one of {list(parts)}")
+        return value
+    if origin is tuple:
+        _require(isinstance(value, (list, tuple)), where, value, "a list")
+        if len(parts) == 2 and parts[1] is Ellipsis:
+            return tuple(_convert(v, parts[0], f"{where}[{i}]") for i, v in enumerate(value))
+        _require(len(value) == len(parts), where, value, f"a list of {len(parts)}")
+        return tuple(
+            _convert(v, p, f"{where}[{i}]")
+            for i, (v, p) in enumerate(zip(value, parts, strict=True))
+        )
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = origin or hint
+    # bool is an int to Python, and never one that a recipe means.
+    fits = isinstance(value, plain) and (plain is bool or not isinstance(value, bool))
+    _require(fits, where, value, f"a value of type {plain.__name__}")
+    return value

@@ -1,0 +1,182 @@
+"""Stage ``train``: a recipe and a data set to a folder with a trained recommender.
+
+    python -m gr.training.train --recipe recipe.json --data ml-100k --output runs/mine
+    accelerate launch -m gr.training.train …
+    torchrun --nproc_per_node 2 -m gr.training.train …
+
+The folder then holds ``recipe.json``, ``ids/``, ``checkpoints/``, ``train_log.json``, and
+``model/`` for ``gr.Recommender.from_pretrained``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback, set_seed
+
+from gr.data import Interactions
+from gr.model import GRConfig, GRForCausalLM
+from gr.tokenizer import SemanticIdTokenizer
+from gr.training.arguments import training_arguments
+from gr.training.checkpoints import quiet_saving
+from gr.training.collator import StreamCollator
+from gr.training.events import EventArrays
+from gr.training.ids import build_ids
+from gr.training.prepare import PreparedData, prepare, read_data
+from gr.training.presets import find_recipe
+from gr.training.recipe import Recipe
+from gr.training.trainer import GRTrainer
+from gr.training.validation import CatalogValidation
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRun:
+    """What a run leaves in memory; ``folder`` has the same on disk."""
+
+    folder: Path
+    data: PreparedData
+    model: GRForCausalLM
+    tokenizer: SemanticIdTokenizer
+    trainer: GRTrainer
+
+
+def train(
+    interactions: Interactions,
+    recipe: Recipe,
+    output_dir: str | os.PathLike[str],
+    resume: bool = False,
+    callbacks: Iterable[TrainerCallback] = (),
+    progress: bool = False,
+) -> TrainedRun:
+    """Prepare data and IDs, train, and write the folder described above.
+
+    On several processes all of them call this; the main one writes.
+
+    Args:
+        resume: go on from the latest checkpoint in ``output_dir``, with the IDs there.
+
+    Raises:
+        ValueError: ``output_dir`` holds another run and ``resume`` is False, or a run of another
+            recipe and ``resume`` is True; or anything the stages refuse.
+    """
+    folder = Path(output_dir)
+    # Before anything else: it sets up the processes.
+    arguments = training_arguments(recipe.training, folder / "checkpoints")
+    main = arguments.process_index == 0
+    with arguments.main_process_first(local=False, desc="checking the output folder"):
+        if main:
+            _claim(folder, recipe, resume)
+    with arguments.main_process_first(local=False, desc="preparing data"):
+        data = prepare(interactions, recipe.data)
+    with arguments.main_process_first(local=False, desc="building semantic IDs"):
+        if main and not (resume and (folder / "ids" / "tokenizer_config.json").is_file()):
+            build_ids(data, recipe.ids).save(folder / "ids")
+        tokenizer = SemanticIdTokenizer.from_pretrained(folder / "ids")
+    training = recipe.training
+    events = EventArrays.from_sequences(
+        data.split.train,
+        tokenizer.catalog,
+        tokenizer.vocabulary.actions,
+        training.windows.positive_actions,
+        data.has_clock,
+    )
+    set_seed(training.seed)
+    model = GRForCausalLM(model_config(recipe, tokenizer))
+    validation = CatalogValidation(
+        tokenizer,
+        data.split.validation,
+        training.windows.max_events,
+        data.has_clock,
+        training.selection.rows,
+        training.seed,
+    )
+    trainer = GRTrainer(
+        model,
+        StreamCollator(events, tokenizer),
+        training,
+        folder / "checkpoints",
+        validation,
+        callbacks,
+        progress,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    if main:
+        save_recommender(model, tokenizer, folder / "model")
+        trainer.save_log(
+            folder / "train_log.json",
+            recipe=recipe.to_dict(),
+            dataset=interactions.name,
+            split=data.split.name,
+            split_hash=data.split.split_hash,
+        )
+    if arguments.world_size > 1:
+        dist.barrier()
+    return TrainedRun(folder, data, model, tokenizer, trainer)
+
+
+def model_config(recipe: Recipe, tokenizer: SemanticIdTokenizer) -> GRConfig:
+    """The model's configuration: the recipe's arguments and what the vocabulary decides.
+
+    Unless the recipe says otherwise, positions are as many as a window of ``max_events`` needs,
+    and a candidate with its action after it.
+    """
+    vocabulary = tokenizer.vocabulary
+    per_event = vocabulary.max_levels + bool(vocabulary.actions)
+    positions = 1 + (recipe.training.windows.max_events + 1) * per_event
+    options: dict[str, Any] = {"max_position_embeddings": positions, **recipe.model}
+    return GRConfig(vocab_size=vocabulary.end, vocabulary=vocabulary.to_dict(), **options)
+
+
+def save_recommender(
+    model: GRForCausalLM, tokenizer: SemanticIdTokenizer, folder: str | os.PathLike[str]
+) -> None:
+    """Model, tokenizer, catalogue and trie in one folder."""
+    from gr.inference import Recommender
+
+    with quiet_saving():
+        Recommender(model.eval(), tokenizer).save_pretrained(folder)
+
+
+def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
+    file = folder / "recipe.json"
+    if not file.is_file():
+        recipe.save(file)
+    elif not resume:
+        raise ValueError(f"{folder} holds a run already: wanted a new folder, or --resume")
+    elif Recipe.load(file) != recipe:
+        raise ValueError(f"{file} is another recipe than the one to resume with")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train a recommender from a recipe."""
+    parser = argparse.ArgumentParser(prog="python -m gr.training.train", description=main.__doc__)
+    parser.add_argument("--recipe", required=True, help="name of a recipe, or a JSON file")
+    parser.add_argument("--data", required=True, help="name of a data set, or a file of events")
+    parser.add_argument("--output", required=True, help="folder to write")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+    parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    options = parser.parse_args(arguments)
+    recipe = find_recipe(options.recipe)
+    run = train(
+        read_data(options.data),
+        recipe,
+        options.output,
+        resume=options.resume,
+        progress=options.progress,
+    )
+    if run.trainer.is_world_process_zero():
+        print(run.data.split.summary())
+        best = max(run.trainer.validations, key=lambda v: v[recipe.training.selection.metric])
+        print(f"{run.folder / 'model'}: validation {best}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

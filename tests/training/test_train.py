@@ -1,0 +1,181 @@
+"""The stages from a file of events to a saved recommender."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gr.data import Event, read_table
+from gr.eval import EvaluationSet
+from gr.inference import Recommender
+from gr.tokenizer import ResidualKMeans
+from gr.training import (
+    BatchRecipe,
+    DataRecipe,
+    IdsRecipe,
+    Recipe,
+    SelectionRecipe,
+    TrainingRecipe,
+    WindowRecipe,
+)
+from gr.training.ids import build_ids
+from gr.training.ids import main as ids_main
+from gr.training.prepare import prepare
+from gr.training.recipe import EmbeddingRecipe
+from gr.training.train import main as train_main
+from gr.training.train import train
+from gr.training.validation import CatalogValidation
+
+RECIPE = Recipe(
+    name="tiny",
+    data=DataRecipe(actions_from_value=(("like", 4.0, None), ("dislike", None, 4.0))),
+    ids=IdsRecipe(
+        levels=(4, 4, 4),
+        embeddings=(EmbeddingRecipe(dimension=4, window=3), EmbeddingRecipe("text", 0.5, 4)),
+        actions=("like", "dislike"),
+    ),
+    model={"hidden_size": 8, "num_attention_heads": 1, "layer_types": ["hstu"]},
+    training=TrainingRecipe(
+        epochs=2,
+        tensorboard=False,
+        windows=WindowRecipe(max_events=6, random_cuts=True, action_dropout=0.2),
+        batches=BatchRecipe(tokens=500),
+        selection=SelectionRecipe(ema_decay=0.5),
+    ),
+)
+
+
+def write_events(folder: Path) -> Path:
+    """Twelve users walk along twenty items; a table of events and one of items."""
+    rng = np.random.default_rng(0)
+    lines = ["user_id,item_id,timestamp,value"]
+    for user in range(12):
+        start, count = rng.integers(0, 20), rng.integers(5, 15)
+        for step in range(count):
+            item = (start + step + rng.integers(0, 3)) % 20
+            time = 10**9 + 86_400 * user + 60 * step
+            lines.append(f"u{user},i{item},{time},{rng.integers(1, 6)}")
+    file = folder / "events.csv"
+    file.write_text("\n".join(lines) + "\n")
+    items = ["item_id,title"] + [
+        f"i{n},{'red' if n < 10 else 'blue'} number {n}" for n in range(20)
+    ]
+    (folder / "items.csv").write_text("\n".join(items) + "\n")
+    return file
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    return write_events(tmp_path)
+
+
+def test_a_run_leaves_a_loadable_recommender(events: Path, tmp_path: Path) -> None:
+    interactions = read_table(events, items=events.with_name("items.csv"))
+    run = train(interactions, RECIPE, tmp_path / "run")
+    loaded = Recommender.from_pretrained(tmp_path / "run" / "model")
+    row = run.data.split.test[0]
+    columns = zip(row["item_id"], row["action"], row["timestamp"], strict=True)
+    history = [Event(*column) for column in columns]
+    direct = Recommender(run.model.eval(), run.tokenizer)
+    assert loaded.retrieve([history], k=5) == direct.retrieve([history], k=5)
+    assert len(loaded.retrieve([history], k=5)[0]) == 5
+    assert loaded.catalog.title("i3") == "red number 3"
+    log = json.loads((tmp_path / "run" / "train_log.json").read_text())
+    assert log["split_hash"] == run.data.split.split_hash
+    assert Recipe.from_dict(log["recipe"]) == RECIPE
+    assert len(log["loss"]) == run.trainer.sampler.num_steps
+    assert len(log["validation"]) == 2
+    # The model that was saved is the one whose validation was best.
+    validation = CatalogValidation(
+        run.tokenizer, run.data.split.validation, RECIPE.training.windows.max_events
+    )
+    with torch.no_grad():
+        again = validation(loaded.model)["NDCG@10"]
+    assert again == pytest.approx(max(v["NDCG@10"] for v in log["validation"]), abs=1e-6)
+
+
+def test_the_validation_counts_what_the_recommender_retrieves(events: Path, tmp_path: Path) -> None:
+    """HR@10 against beams wide enough to be exact, ranked by hand."""
+    interactions = read_table(events, items=events.with_name("items.csv"))
+    # Unique IDs: items that share one are tied, and a list breaks ties that a metric must not.
+    recipe = replace(RECIPE, ids=replace(RECIPE.ids, collisions="extra_level"))
+    run = train(interactions, recipe, tmp_path / "run")
+    rows = run.data.split.validation
+    recommender = Recommender(run.model.eval(), run.tokenizer, max_events=6)
+    hits = 0
+    for row in rows:
+        columns = zip(row["item_id"], row["action"], row["timestamp"], strict=True)
+        history = [Event(*column) for column in columns]
+        found = recommender.retrieve(
+            [history], 10, num_beams=40, request_times=[row["target_timestamp"]]
+        )
+        hits += row["target_item_id"] in [scored.item_id for scored in found[0]]
+    validation = CatalogValidation(run.tokenizer, rows, max_events=6)
+    with torch.no_grad():
+        assert validation(run.model)["HR@10"] == pytest.approx(hits / len(rows))
+    few = CatalogValidation(run.tokenizer, rows, max_events=6, limit=5)
+    assert len(few.rows) == 5 and isinstance(few.rows, EvaluationSet)
+
+
+def test_the_command_line_and_its_refusals(
+    events: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = replace(RECIPE, ids=replace(RECIPE.ids, kind="atomic", embeddings=()))
+    recipe.save(tmp_path / "recipe.json")
+    arguments = ["--recipe", str(tmp_path / "recipe.json"), "--data", str(events)]
+    arguments += ["--output", str(tmp_path / "run")]
+    train_main(arguments)
+    assert "split_hash" in capsys.readouterr().out
+    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="holds a run already: wanted a new folder, or --resume"):
+        train_main(arguments)
+    train_main([*arguments, "--resume"])
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == weights
+    replace(recipe, name="other").save(tmp_path / "recipe.json")
+    with pytest.raises(ValueError, match="is another recipe than the one to resume with"):
+        train_main([*arguments, "--resume"])
+    assert len(Recommender.from_pretrained(tmp_path / "run" / "model").catalog) == 20
+
+
+def test_ids_know_training_events_only(events: Path) -> None:
+    interactions = read_table(events, items=events.with_name("items.csv"))
+    data = prepare(interactions, RECIPE.data)
+    ids = build_ids(data, RECIPE.ids)
+    trained = [item for row in data.split.train for item in row["item_id"]]
+    for item, count in zip(ids.catalog.item_ids, ids.catalog.popularity, strict=True):
+        assert count == trained.count(item)
+    assert set(ids.catalog.item_ids) == set(interactions.events["item_id"].to_pylist())
+    assert ids.tokenizer.vocabulary.actions == ("like", "dislike")
+
+
+def test_the_ids_stage_saves_what_it_builds(events: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, ids=replace(RECIPE.ids, embeddings=(EmbeddingRecipe(dimension=4),)))
+    recipe.save(tmp_path / "recipe.json")
+    arguments = ["--recipe", str(tmp_path / "recipe.json"), "--data", str(events)]
+    ids_main([*arguments, "--output", str(tmp_path / "ids")])
+    ids = build_ids(prepare(read_table(events), recipe.data), recipe.ids)
+    quantizer = ResidualKMeans.from_pretrained(tmp_path / "ids" / "quantizer")
+    assert (quantizer.encode(ids.embeddings) == ids.quantizer.encode(ids.embeddings)).all()
+
+
+@pytest.mark.parametrize("kind", ["semantic", "shuffled", "lsh", "atomic"])
+def test_every_kind_of_ids(events: Path, kind: str) -> None:
+    interactions = read_table(events, items=events.with_name("items.csv"))
+    data = prepare(interactions, RECIPE.data)
+    made = {"kind": kind, "levels": [4, 4], "embeddings": [{"dimension": 4}]}
+    recipe = Recipe.from_dict({"ids": {**made, "collisions": "popularity"}}).ids
+    ids = build_ids(data, recipe)
+    wanted = (20,) if kind == "atomic" else (4, 4)
+    assert ids.catalog.level_sizes == {"item": wanted}
+    again = build_ids(data, recipe)
+    assert (again.catalog.codes == ids.catalog.codes).all()
+
+
+def test_text_without_metadata_is_refused(events: Path) -> None:
+    with pytest.raises(ValueError, match="'text' needs item metadata, and the data has none"):
+        build_ids(prepare(read_table(events), RECIPE.data), RECIPE.ids)
