@@ -53,7 +53,7 @@ def hstu_attention(
         raise ValueError(
             f"q has head size {q_BHQd.shape[-1]}, k has {k_BHKd.shape[-1]}; wanted the same"
         )
-    if time_table_T is not None and geometry.bucket_BQK is None:
+    if time_table_T is not None and not geometry.has_clock:
         raise ValueError("time_table_T: given, but the layout has no timestamps; pass timestamps")
     if impl not in ("auto", "reference", "cpu"):
         raise ValueError(f"impl: {impl!r}, wanted 'auto', 'reference' or 'cpu'")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Width of a bucket on the natural logarithm of seconds; 0.301 is HSTU's constant.
 BUCKET_WIDTH = 0.301
+ALL = slice(None)
 
 
 def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
@@ -18,8 +19,8 @@ def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
 
     The difference is exact because it is taken in int64; only then does it become a float.
     """
-    magnitude = seconds.abs().clamp_min(1).to(torch.float32)
-    return (magnitude.log() / BUCKET_WIDTH).to(torch.int64).clamp_max(num_buckets)
+    magnitude = seconds.abs().clamp_(min=1).to(torch.float32)
+    return magnitude.log_().div_(BUCKET_WIDTH).to(torch.int64).clamp_(max=num_buckets)
 
 
 class Tile(NamedTuple):
@@ -38,20 +39,42 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Legend: B batch (1 for distances that all rows share), Q queries, K keys.
+    """Legend: B batch (or 1 where all rows agree), Q queries, K keys, q and k a range of them.
 
     Attributes:
         mask_BQK: bool, which keys a query sees.
-        distance_BQK: int64, how many positions back each key lies, cut to the table.
-        bucket_BQK: int64, time bucket of ``t_{i+1} − t_j``; None without a clock.
+        position_BQ, position_BK: int64 positions.
+        query_time_BQ, time_BK: int64 seconds, or None without a clock.
+        max_distance: distances are cut to ``max_distance - 1``.
+        num_buckets: the largest time bucket.
         causal: no query sees a key that comes after it on the key axis.
     """
 
     mask_BQK: Tensor
-    distance_BQK: Tensor
-    bucket_BQK: Tensor | None
+    position_BQ: Tensor
+    position_BK: Tensor
+    query_time_BQ: Tensor | None
+    time_BK: Tensor | None
+    max_distance: int
+    num_buckets: int
     causal: bool
     _tiles: dict[int, list[Tile]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def has_clock(self) -> bool:
+        return self.time_BK is not None and self.query_time_BQ is not None
+
+    def distance(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
+        """How many positions back each key lies, int64 [B, q, k], cut to the table."""
+        distance = self.position_BQ[:, queries, None] - self.position_BK[:, None, keys]
+        return distance.clamp_(0, self.max_distance - 1)
+
+    def bucket(self, queries: slice = ALL, keys: slice = ALL) -> Tensor | None:
+        """Time bucket of ``t_{i+1} − t_j``, int64 [B, q, k]; None without a clock."""
+        if self.query_time_BQ is None or self.time_BK is None:
+            return None
+        elapsed = self.query_time_BQ[:, queries, None] - self.time_BK[:, None, keys]
+        return time_bucket(elapsed, self.num_buckets)
 
     def tiles(self, size: int) -> list[Tile]:
         """Runs of ``size`` queries, computed once for all layers."""
@@ -63,14 +86,16 @@ class Geometry:
         _, num_queries, num_keys = self.mask_BQK.shape
         for start in range(0, num_queries, size):
             end = min(start + size, num_queries)
-            keys = num_keys - num_queries + end if self.causal else num_keys
+            last = num_keys - num_queries + end if self.causal else num_keys
+            queries, keys = slice(start, end), slice(0, last)
+            bucket = self.bucket(queries, keys)
             yield Tile(
                 start,
                 end,
-                keys,
-                ~self.mask_BQK[:, start:end, :keys],
-                self.distance_BQK[:, start:end, :keys].flatten(),
-                None if self.bucket_BQK is None else self.bucket_BQK[:, start:end, :keys].flatten(),
+                last,
+                ~self.mask_BQK[:, queries, keys],
+                self.distance(queries, keys).flatten(),
+                None if bucket is None else bucket.flatten(),
             )
 
 
@@ -85,14 +110,19 @@ def build_geometry(
     num_buckets: int,
     causal: bool,
 ) -> Geometry:
-    """Positions and times (int64, seconds) of queries and keys to what the attention reads."""
+    """A geometry; positions that all rows share are kept once."""
     if _rows_agree(position_BK):
         position_BQ, position_BK = position_BQ[:1], position_BK[:1]
-    distance = position_BQ[:, :, None] - position_BK[:, None, :]
-    bucket = None
-    if time_BK is not None and query_time_BQ is not None:
-        bucket = time_bucket(query_time_BQ[:, :, None] - time_BK[:, None, :], num_buckets)
-    return Geometry(mask_BQK, distance.clamp(0, max_distance - 1), bucket, causal)
+    return Geometry(
+        mask_BQK,
+        position_BQ,
+        position_BK,
+        query_time_BQ,
+        time_BK,
+        max_distance,
+        num_buckets,
+        causal,
+    )
 
 
 def _rows_agree(position_BK: Tensor) -> bool:

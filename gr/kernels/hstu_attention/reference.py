@@ -21,8 +21,9 @@ def reference_attention(
     """See ``gr.kernels.hstu_attention``."""
     score_BHQK = scale * (q_BHQd @ k_BHKd.transpose(-1, -2))
     if position_table_P is not None:
-        score_BHQK = score_BHQK + position_table_P[geometry.distance_BQK][:, None]
-    if time_table_T is not None and geometry.bucket_BQK is not None:
-        score_BHQK = score_BHQK + time_table_T[geometry.bucket_BQK][:, None]
+        score_BHQK = score_BHQK + position_table_P[geometry.distance()][:, None]
+    bucket_BQK = None if time_table_T is None else geometry.bucket()
+    if time_table_T is not None and bucket_BQK is not None:
+        score_BHQK = score_BHQK + time_table_T[bucket_BQK][:, None]
     weight_BHQK = F.silu(score_BHQK) / norm_length * geometry.mask_BQK[:, None]
     return weight_BHQK @ v_BHKe
