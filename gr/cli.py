@@ -34,6 +34,14 @@ Data = Annotated[
     str,
     typer.Option("--data", "-d", help="A data set by name (see `gr data`), or a file of events."),
 ]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        help="Names of the file's columns, where they differ from user_id, item_id, timestamp (or "
+        "order), action, value, scenario: user_id=uid,item_id=movie. And title=, in --items."
+    ),
+]
+Items = Annotated[Path | None, typer.Option(help="File of item metadata, beside a file of events.")]
 RecipeOption = Annotated[
     str, typer.Option("--recipe", "-r", help="A preset (see `gr recipe`), or a JSON file.")
 ]
@@ -54,13 +62,15 @@ def main() -> None:
 @contextmanager
 def _refusals() -> Iterator[None]:
     """Refused input is one red line and exit code 2, not a traceback."""
+    from rich.markup import escape
+
     from gr.console import ERR
 
     try:
         yield
     except (ValueError, KeyError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        ERR.print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
+        ERR.print(f"[red]error:[/red] {escape(str(text))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
@@ -98,12 +108,14 @@ def data(
         str | None,
         typer.Argument(help="A data set by name, or a file; none lists names."),
     ] = None,
+    columns: Columns = None,
+    items: Items = None,
     json: Json = False,
 ) -> None:
     """What a data set holds, and what had to be repaired; without a name, the names there are."""
     from gr.console import OUT, fields_table, print_json
     from gr.data import DATASETS, build_sequences, leave_one_out
-    from gr.training.prepare import read_data
+    from gr.training.prepare import parse_columns, read_data
 
     if name is None:
         found = {
@@ -116,7 +128,7 @@ def data(
             OUT.print(fields_table("Data sets, and where they come from", found))
         return
     with _refusals():
-        interactions = read_data(name)
+        interactions = read_data(name, parse_columns(columns), items)
         summary: dict[str, Any] = dict(interactions.summary())
         split = leave_one_out(build_sequences(interactions), short_users="train")
         summary["leave-one-out split_hash"] = split.split_hash
@@ -146,18 +158,21 @@ def ids_build(
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     recipe: RecipeOption = "hstu-sid",
+    columns: Columns = None,
+    items: Items = None,
     json: Json = False,
 ) -> None:
     """Give every item of a data set a semantic ID: catalogue and tokenizer."""
     from gr.console import OUT, fields_table, print_json
     from gr.tokenizer import catalog_report
     from gr.training.ids import build_ids
-    from gr.training.prepare import prepare, read_data
+    from gr.training.prepare import parse_columns, prepare, read_data
     from gr.training.presets import find_recipe
 
     with _refusals():
         chosen = find_recipe(recipe)
-        ids = build_ids(prepare(read_data(data), chosen.data), chosen.ids)
+        interactions = read_data(data, parse_columns(columns), items)
+        ids = build_ids(prepare(interactions, chosen.data), chosen.ids)
         ids.save(output)
         report = catalog_report(
             ids.catalog, embeddings=ids.embeddings, quantizer=ids.quantizer
@@ -193,19 +208,22 @@ def train(
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
     recipe: RecipeOption = "hstu-sid",
+    columns: Columns = None,
+    items: Items = None,
     resume: Annotated[bool, typer.Option(help="Go on from the latest checkpoint.")] = False,
     json: Json = False,
 ) -> None:
     """Train a recommender. On several GPUs or machines: accelerate launch -m gr.training.train."""
     from gr.console import OUT, fields_table, print_json
-    from gr.training.prepare import read_data
+    from gr.training.prepare import parse_columns, read_data
     from gr.training.presets import find_recipe
     from gr.training.train import train as run_training
 
     with _refusals():
         chosen = find_recipe(recipe)
+        interactions = read_data(data, parse_columns(columns), items)
         run = run_training(
-            read_data(data), chosen, output, resume=resume, progress=sys.stderr.isatty()
+            interactions, chosen, output, resume=resume, progress=sys.stderr.isatty()
         )
     best = max(run.trainer.validations, key=lambda v: v[chosen.training.selection.metric])
     result = {"model": str(run.folder / "model"), "split": run.data.split.summary(), **best}
@@ -219,6 +237,8 @@ def train(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of a training run (it holds recipe.json).")],
     data: Data,
+    columns: Columns = None,
+    items: Items = None,
     part: Annotated[str, typer.Option(help="test or validation")] = "test",
     beams: Annotated[
         int | None, typer.Option(help="Retrieve with that many beams; none scores every item.")
@@ -230,13 +250,14 @@ def evaluate(
     from gr.eval import evaluate_recommender
     from gr.eval.baselines import evaluate_baselines
     from gr.inference import Recommender
-    from gr.training.prepare import prepare, read_data
+    from gr.training.prepare import parse_columns, prepare, read_data
     from gr.training.recipe import Recipe
 
     with _refusals():
         if part not in ("test", "validation"):
             raise ValueError(f"--part: {part!r}, wanted 'test' or 'validation'")
-        prepared = prepare(read_data(data), Recipe.load(run / "recipe.json").data)
+        interactions = read_data(data, parse_columns(columns), items)
+        prepared = prepare(interactions, Recipe.load(run / "recipe.json").data)
         recommender = Recommender.from_pretrained(run / "model")
         rows = getattr(prepared.split, part)
         results = evaluate_baselines(prepared.split.train, rows, recommender.catalog)
@@ -256,6 +277,9 @@ def recommend(
     model: Model,
     history: History = None,
     k: Annotated[int, typer.Option("-k", help="How many items.")] = 10,
+    action: Annotated[
+        str | None, typer.Option(help="The action that counts beside the item.")
+    ] = None,
     retrieve_only: Annotated[
         bool, typer.Option(help="By p(item) alone, without the action.")
     ] = False,
@@ -264,8 +288,9 @@ def recommend(
     """Items for a history. Without one: what a user nobody knows is shown."""
 
     def ask(recommender: Any, events: list[Any]) -> Any:
-        chosen = recommender.retrieve if retrieve_only else recommender.recommend
-        return chosen([events], k=k)
+        if retrieve_only:
+            return recommender.retrieve([events], k=k)
+        return recommender.recommend([events], k=k, action=action)
 
     _answer(model, history, json, ask)
 
@@ -286,6 +311,7 @@ def rank(
 def _answer(
     folder: Path, history: str | None, json: bool, ask: Callable[[Any, list[Any]], Any]
 ) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from gr.console import ERR, OUT, print_json
@@ -295,7 +321,7 @@ def _answer(
         recommender = Recommender.from_pretrained(folder)
         answer = ask(recommender, _events(history))[0]
     for warning in skipped:
-        ERR.print(f"[yellow]{warning.message}[/yellow]", highlight=False)
+        ERR.print(f"[yellow]{escape(str(warning.message))}[/yellow]", highlight=False)
     catalog = recommender.catalog
     if json:
         print_json(
@@ -309,7 +335,8 @@ def _answer(
     for name in ("item", "title", "score"):
         table.add_column(name, justify="right" if name == "score" else "left")
     for scored in answer:
-        table.add_row(scored.item_id, catalog.title(scored.item_id), f"{scored.score:.4f}")
+        item, title = escape(scored.item_id), escape(catalog.title(scored.item_id))
+        table.add_row(item, title, f"{scored.score:.4f}")
     OUT.print(table)
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types as pt
 
 from gr.data import columns as cols
 from gr.data.errors import DataError
@@ -82,8 +83,9 @@ def build_interactions(
     """Turn a table with schema column names and any types into checked `Interactions`.
 
     `where` (usually the file) starts every message. `time_unit` is the unit of `timestamp` in
-    `raw`: "s", "ms", "us" or "ns"; finer units are rounded down to seconds, and rows are first put
-    in the order of the finer time so that events of one second keep their true order.
+    `raw`: "s", "ms", "us" or "ns" (typed Arrow timestamps bring their own); finer units are rounded
+    down to seconds, and rows are first put in the order of the finer time so that events of one
+    second keep their true order.
     Raises `DataError` for every problem that `repairs` does not cover.
     """
     fixes = Repairs.of(repairs)
@@ -128,16 +130,20 @@ def check_events(
     table = raw.select(kept).unify_dictionaries().append_column("row", rows)
     table = _drop_missing(table, where, fixes)
 
+    kind = table.schema.field(time_column).type
+    time_unit = kind.unit if pt.is_timestamp(kind) else time_unit
     for column in table.column_names:
+        order = None
         if column in (*ID_COLUMNS, "action", "scenario"):
             done = cols.to_text(table, column, where, fixes)
         elif column == "value":
             done = cols.to_float(table, column, where)
         elif column == time_column:
-            done = cols.to_integer(table, column, where, fixes)
+            done, order = cols.to_integer(table, column, where, fixes)
         else:
             continue
         table = table.set_column(table.column_names.index(column), column, done)
+        table = table if order is None else table.take(pa.array(order))
     if "action" not in table.column_names:
         action = pa.array([DEFAULT_ACTION]).take(pa.array(np.zeros(table.num_rows, np.int64)))
         table = table.add_column(table.column_names.index(time_column) + 1, "action", action)
@@ -242,10 +248,21 @@ def check_items(items: pa.Table, events: pa.Table, where: str, fixes: Repairs) -
         raise DataError(
             f"{where}: item metadata has columns {items.column_names}, wanted item_id and title"
         )
-    numbered = items.append_column("row", pa.array(np.arange(1, items.num_rows + 1)))
+    about = f"{where} (item metadata)"
+    nameless = cols.missing(items["item_id"])
+    if nameless.any():
+        problem = (
+            f"{about}: data row {int(nameless.argmax()) + 1}: item_id is missing, wanted a value; "
+            f"{int(nameless.sum()):,} such rows of {items.num_rows:,}"
+        )
+        fixes.need("nan", int(nameless.sum()), problem, where)
+    numbered = pa.table(
+        {"item_id": items["item_id"], "row": pa.array(np.arange(1, items.num_rows + 1))}
+    ).filter(pa.array(~nameless))
+    items = items.filter(pa.array(~nameless))
     names = ["item_id", "title", *[c for c in items.column_names if c not in ("item_id", "title")]]
-    id_column = cols.to_text(numbered, "item_id", f"{where} (item metadata)", fixes)
-    others = [cols.to_plain_text(items[c]) for c in names[1:]]
+    id_column = cols.to_text(numbered, "item_id", about, fixes)
+    others = [cols.to_plain_text(items[c], f"{about}: column {c!r}") for c in names[1:]]
     items = pa.table([id_column, *others], names=names)
     again = pd.Series(cols.codes(items["item_id"])).duplicated().to_numpy()
     if again.any():

@@ -60,30 +60,29 @@ def numbers(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
     return result
 
 
-def to_plain_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Metadata: any type as text, null as the empty string."""
+def to_plain_text(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+    """Metadata: any type as text, null as the empty string; ``name`` begins the error."""
     column = _decoded(column)
     if not is_text(column.type) and not pt.is_null(column.type):
         try:
             column = column.cast(pa.string())
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise DataError(f"metadata column of type {column.type}, wanted text") from error
+            raise DataError(f"{name} is {column.type}, wanted text") from error
     return pc.fill_null(column.cast(pa.string()), "")
 
 
 def to_text(table: pa.Table, column: str, where: str, fixes: Repairs) -> pa.ChunkedArray:
     """Ids, actions, scenarios: text stays as it is ("007" is not "7"), integers become text."""
     values = _decoded(table[column])
-    if is_text(values.type):
-        return values.cast(pa.string())
-    if pt.is_integer(values.type):
+    if is_text(values.type) or pt.is_integer(values.type):
         return values.cast(pa.string())
     if pt.is_floating(values.type):
         floats = values.to_numpy()
-        broken = ~(np.isfinite(floats) & (floats == np.floor(floats)))
+        # From 2^53 on, neighbouring integers are one float: two ids may have become one.
+        broken = ~((np.abs(floats) < 2.0**53) & (floats == np.floor(floats)))
         if broken.any():
             at = int(broken.argmax())
-            raise _bad(table, at, where, column, floats[at], "text or an integer")
+            raise _bad(table, at, where, column, floats[at], "text or an integer below 2^53")
         problem = (
             f"{where}: {column} is {values.type} (first value {floats[0]}), wanted text or integers"
         )
@@ -103,16 +102,26 @@ def to_float(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(floats)])
 
 
-def to_integer(table: pa.Table, column: str, where: str, fixes: Repairs) -> pa.ChunkedArray:
-    """`timestamp` and `order`: int64. Arrow timestamps become unix seconds."""
+def to_integer(
+    table: pa.Table, column: str, where: str, fixes: Repairs
+) -> tuple[pa.ChunkedArray, npt.NDArray[np.int64] | None]:
+    """`timestamp` and `order`: int64, Arrow timestamps in their own unit.
+
+    Where fractions were rounded down, also the order of the rows by what they were: events of one
+    second are ties afterwards.
+    """
     values = _decoded(table[column])
     if pt.is_timestamp(values.type):
-        return values.cast(pa.timestamp("s", values.type.tz), safe=False).cast(pa.int64())
+        return values.cast(pa.int64()), None
     if pt.is_float32(values.type) or pt.is_float16(values.type):
         raise DataError(
             f"{where}: {column} is {values.type}, which cannot tell seconds apart, wanted int64"
         )
     parsed = _parse(table, values, column, where, "an integer number of seconds")
+    order = None
+    if parsed.dtype.kind == "u" and (parsed >= 2**63).any():
+        at = int((parsed >= 2**63).argmax())
+        raise _bad(table, at, where, column, parsed[at], "an int64")
     if parsed.dtype.kind == "f":
         broken = ~(np.isfinite(parsed) & (np.abs(parsed) < 2.0**63))
         if broken.any():
@@ -123,8 +132,9 @@ def to_integer(table: pa.Table, column: str, where: str, fixes: Repairs) -> pa.C
             at = int(fraction.argmax())
             problem = str(_bad(table, at, where, column, parsed[at], "a whole number"))
             fixes.need("fractional_seconds", int(fraction.sum()), problem, where)
+            order = np.argsort(parsed, kind="stable")
         parsed = np.floor(parsed)
-    return pa.chunked_array([pa.array(parsed.astype(np.int64))])
+    return pa.chunked_array([pa.array(parsed.astype(np.int64))]), order
 
 
 def join_flags(

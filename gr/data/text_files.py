@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pv
 
@@ -51,8 +52,11 @@ def read_text(path: Path, encoding: str, fixes: Repairs) -> bytes:
         fixes.need("encoding", 1, problem, str(path))
         return data.decode("latin-1").encode()
     if codecs.lookup(encoding).name == "utf-8":  # no second copy of the usual file
-        return data.removeprefix(codecs.BOM_UTF8)
-    return text.removeprefix("\ufeff").encode()
+        data = data.removeprefix(codecs.BOM_UTF8)
+    else:
+        data = text.removeprefix("\ufeff").encode()
+    # Line ends as a Mac once wrote them; and a file of one line has a line end, too.
+    return data if b"\n" in data else data.replace(b"\r", b"\n") + b"\n"
 
 
 def read_delimited(
@@ -65,7 +69,12 @@ def read_delimited(
     _look_at_delimiter(path, data, delimiter, min_columns)
     if len(delimiter) > 1:
         data, delimiter = data.replace(delimiter.encode(), _ONE_BYTE.encode()), _ONE_BYTE
-    names = list(form.header) if form.header else _fields(_first_line(data), delimiter, form.quoted)
+    if form.quoted:
+        _look_at_quotes(path, data, delimiter)
+    try:
+        names = list(form.header or _fields(_first_line(data), delimiter, form.quoted))
+    except csv.Error as error:
+        raise DataError(f"{path}: line 1 is not a header: {error}") from error
     twice = sorted({n for n in names if n and names.count(n) > 1})
     if twice:
         raise DataError(f"{path}: header names {twice} more than once, wanted each column once")
@@ -76,7 +85,7 @@ def read_delimited(
 
     skip = 0 if form.header else 1
     bad: list[pv.InvalidRow] = []
-    table = _parse(data, names, delimiter, form.quoted, skip, bad)
+    table = _parse(path, data, names, delimiter, form.quoted, skip, bad)
     if bad and _is_trailing(bad[0], delimiter):
         problem = (
             f"{path}: data row {bad[0].number - skip}: every line must have {len(names)} columns, "
@@ -86,7 +95,7 @@ def read_delimited(
         data, count = re.subn(pattern, b"", data)
         fixes.need("trailing_delimiter", count, problem, str(path))
         bad = []
-        table = _parse(data, names, delimiter, form.quoted, skip, bad)
+        table = _parse(path, data, names, delimiter, form.quoted, skip, bad)
     if bad:
         row = bad[0]
         raise DataError(
@@ -98,6 +107,7 @@ def read_delimited(
 
 
 def _parse(
+    path: Path,
     data: bytes,
     names: Sequence[str],
     delimiter: str,
@@ -126,7 +136,7 @@ def _parse(
         if not bad:
             if "Empty CSV" in str(error):
                 return pa.table({name: pa.array([], pa.string()) for name in names})
-            raise DataError(f"not a delimited text file: {error}") from error
+            raise DataError(f"{path}: not a delimited text file: {error}") from error
         return None
 
 
@@ -143,6 +153,24 @@ def _fields(line: str, delimiter: str, quoted: bool) -> list[str]:
     if not quoted:
         return line.split(delimiter)
     return next(csv.reader([line], delimiter=delimiter))
+
+
+def _look_at_quotes(path: Path, data: bytes, delimiter: str) -> None:
+    """Refuse a quote that is opened and not closed: it would take in the rows that follow."""
+    raw = np.frombuffer(data, np.uint8)
+    quotes = np.searchsorted(np.flatnonzero(raw == ord("\n")), np.flatnonzero(raw == ord('"')))
+    if not (np.bincount(quotes) % 2).any():
+        return  # what is opened in a line is closed in it
+    rows = csv.reader(io.StringIO(data.decode(), newline=""), delimiter=delimiter, strict=True)
+    line = 0
+    try:
+        for _ in rows:
+            line = rows.line_num
+    except csv.Error as error:
+        raise DataError(
+            f"{path}: line {line + 1} has a quote that is not closed as it should be ({error}), "
+            'wanted "text" with a quote inside written as ""'
+        ) from error
 
 
 def _look_at_delimiter(path: Path, data: bytes, delimiter: str, min_columns: int) -> None:

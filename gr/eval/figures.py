@@ -28,6 +28,8 @@ _STYLE: dict[Any, Any] = {
     "axes.labelcolor": _INK,
     "xtick.color": _INK,
     "ytick.color": _INK,
+    # A name with dollar signs is a name, not a formula.
+    "text.parse_math": False,
     # Glyphs as paths: the picture looks the same whatever fonts the reader's machine has.
     "svg.fonttype": "path",
     # Ids inside the SVG would be random otherwise, and two equal reports would differ.

@@ -161,7 +161,7 @@ class Coverage:
     def result(self) -> dict[str, float]:
         """`{"coverage@k": share in [0, 1]}`."""
         return {
-            f"coverage@{k}": float(-np.expm1(absent).mean())
+            f"coverage@{k}": float((1.0 - np.exp(absent)).mean())
             for k, absent in self._log_absent.items()
         }
 

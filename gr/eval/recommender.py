@@ -61,8 +61,17 @@ def evaluate_recommender(
     Args:
         rows: validation or test part of a split.
         num_beams: None scores the whole catalogue; a number retrieves with that many beams.
+
+    Raises:
+        ValueError: beams under a protocol that excludes seen items but keeps a seen target: a
+            served list never shows it.
     """
     protocol = protocol or RetrievalProtocol()
+    if num_beams is not None and protocol.exclude_seen and protocol.seen_target == "keep":
+        raise ValueError(
+            f"num_beams is {num_beams} with seen_target='keep': served lists leave out all seen "
+            "items, wanted num_beams=None (exact scores) or exclude_seen=False"
+        )
     actions = recommender.vocabulary.actions
 
     def answer(batch: EvaluationBatch) -> Tensor | list[Any]:
@@ -91,14 +100,24 @@ def evaluate_actions(
     The label is whether the target's own action was ``action``. Targets that the catalogue does
     not know have no probability and are left out; the counts say how many events remain.
 
+    Args:
+        rows: as in `EvaluationSet.from_rows`, with ``target_action``.
+
     Raises:
-        ValueError: the model has no such action, or only one label occurs.
+        ValueError: rows without ``target_action``, the model has no such action, or only one label
+            occurs.
     """
     evaluated = EvaluationSet.from_rows(rows, recommender.catalog)
     vocabulary = recommender.vocabulary.actions
+    assert evaluated.source is not None
     scores: list[float] = []
+    happened: list[bool] = []
     for start, batch in evaluated.batches(256):
-        targets = [str(rows[start + at]["target_item_id"]) for at in range(len(batch))]
+        part = evaluated.source[slice(start, start + len(batch))]
+        if "target_action" not in part:
+            raise ValueError(f"evaluation rows need the column 'target_action', got {sorted(part)}")
+        targets = [str(item) for item in part["target_item_id"]]
+        happened += [name == action for name in part["target_action"]]
         answers = recommender.rank(
             histories_of(batch, vocabulary, has_clock),
             [[target] for target in targets],
@@ -107,7 +126,7 @@ def evaluate_actions(
         )
         scores += [answer[0].score if answer else float("nan") for answer in answers]
     probability: npt.NDArray[np.float64] = np.array(scores)
-    label = np.array([name == action for name in rows["target_action"]])
+    label = np.array(happened)
     known = evaluated.targets >= 0
     return evaluate_probabilities(
         probability[known], label[known], evaluated.user_ids[known].tolist()

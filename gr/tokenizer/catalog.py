@@ -39,8 +39,8 @@ class Catalog:
     A title that is None is the item's id, too.
 
     Raises:
-        ValueError: lengths differ, an item id repeats, a type is unknown, a code lies outside its
-            level, or a popularity is negative.
+        ValueError: lengths differ, an item id is missing or repeats, a type is unknown, a code lies
+            outside its level, or a popularity is negative.
     """
 
     item_ids: list[str]
@@ -53,6 +53,9 @@ class Catalog:
     policy: str = "popularity"
 
     def __post_init__(self) -> None:
+        for row, item in enumerate(self.item_ids):
+            if item is None or item != item:
+                raise ValueError(f"item_ids[{row}] is {item}: wanted an id")
         self.item_ids = [str(i) for i in self.item_ids]
         n = len(self.item_ids)
         self.level_sizes = {str(t): tuple(int(k) for k in s) for t, s in self.level_sizes.items()}
@@ -220,8 +223,9 @@ class Catalog:
                     f"item_ids[{row}] {item!r} is already in the catalogue (row "
                     f"{self._row_of[item]}): published semantic IDs do not move"
                 )
-        given = np.asarray(codes, dtype=np.int32).reshape(len(new), -1)
         width = self.codes.shape[1]
+        given = np.asarray(codes, dtype=np.int32)
+        given = given.reshape(len(new), -1) if len(new) else given.reshape(0, width)
         if given.shape[1] > width:
             raise ValueError(f"codes have {given.shape[1]} levels: the catalogue has {width}")
         padded = np.full((len(new), width), -1, dtype=np.int32)
@@ -291,12 +295,18 @@ class Catalog:
         for name in (PARQUET_NAME, JSON_NAME):
             if not (path / name).is_file():
                 raise FileNotFoundError(f"{path / name} is missing: wanted a saved catalogue")
-        about: Mapping[str, Any] = json.loads((path / JSON_NAME).read_text(encoding="utf-8"))
+        try:
+            about: Mapping[str, Any] = json.loads((path / JSON_NAME).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path / JSON_NAME} is not JSON: {error}") from error
         if about.get("format") != _FORMAT:
             raise ValueError(
                 f"{path / JSON_NAME}: format is {about.get('format')!r}, wanted {_FORMAT}"
             )
-        table = pq.read_table(path / PARQUET_NAME)
+        try:
+            table = pq.read_table(path / PARQUET_NAME)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path / PARQUET_NAME} is not a Parquet file: {error}") from error
         if table.num_rows != about["items"]:
             raise ValueError(
                 f"{path / PARQUET_NAME} has {table.num_rows} rows: {JSON_NAME} beside it says "

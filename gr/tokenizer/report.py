@@ -108,7 +108,8 @@ def quality_report(
         seed: picks those items.
 
     Raises:
-        ValueError: no items, a code outside its level, or other embeddings than items.
+        ValueError: no items, a code outside its level, other embeddings than items, or
+            ``neighbours`` below 1.
     """
     sizes = tuple(int(k) for k in level_sizes)
     ids = np.ascontiguousarray(checked_codes(codes, sizes))
@@ -116,6 +117,8 @@ def quality_report(
     if not n:
         raise ValueError("codes have no rows: wanted at least one item")
     points = None if embeddings is None else checked_points(embeddings)
+    if neighbours < 1:
+        raise ValueError(f"neighbours is {neighbours}: wanted a number >= 1")
     if points is not None and len(points) != n:
         raise ValueError(f"embeddings have {len(points)} rows: there are {n} items")
     prefixes = _prefix_ids(ids)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gr.data.schema import Event
 
 # Seconds up to the year 5138; a present-day time in milliseconds is far beyond it.
-_MAX_SECONDS = 100_000_000_000
+MAX_SECONDS = 100_000_000_000
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _checked_times(stamps: list[int | None]) -> list[int]:
             "wanted all or none"
         )
     for i, stamp in enumerate(known):
-        if abs(stamp) > _MAX_SECONDS:
+        if abs(stamp) > MAX_SECONDS:
             raise ValueError(f"events[{i}] has timestamp {stamp}: wanted seconds, not milliseconds")
         if i and stamp < known[i - 1]:
             raise ValueError(

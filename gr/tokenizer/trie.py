@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -222,7 +223,10 @@ class ItemTrie:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is missing: wanted a saved trie")
-        arrays = {name: tensor.numpy() for name, tensor in load_file(path).items()}
+        try:
+            arrays = {name: tensor.numpy() for name, tensor in load_file(path).items()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
         missing = sorted({*_TENSORS, "about"} - set(arrays))
         if missing:
             raise ValueError(f"{path} has no array {missing[0]!r}: wanted a saved trie")

@@ -34,7 +34,7 @@ from gr.tokenizer import (
     join_embeddings,
     text_embeddings,
 )
-from gr.training.prepare import PreparedData, prepare, read_data
+from gr.training.prepare import PreparedData, add_data_options, prepare, read_data_options
 from gr.training.presets import find_recipe
 from gr.training.recipe import EmbeddingRecipe, IdsRecipe
 
@@ -159,12 +159,12 @@ def _metadata(interactions: Interactions, item_ids: Sequence[str]) -> pa.Table |
 def main(arguments: Sequence[str] | None = None) -> None:
     """Build the IDs of a data set and save them."""
     parser = argparse.ArgumentParser(prog="python -m gr.training.ids", description=main.__doc__)
-    parser.add_argument("--data", required=True, help="name of a data set, or a file of events")
+    add_data_options(parser)
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a JSON file")
     parser.add_argument("--output", required=True, help="folder to write")
     options = parser.parse_args(arguments)
     recipe = find_recipe(options.recipe)
-    ids = build_ids(prepare(read_data(options.data), recipe.data), recipe.ids)
+    ids = build_ids(prepare(read_data_options(options), recipe.data), recipe.ids)
     ids.save(options.output)
     print(f"{options.output}: {len(ids.catalog):,} items, levels {ids.catalog.level_sizes}")
 

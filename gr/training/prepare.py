@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gr.data import (
     DATASETS,
+    DataError,
     Interactions,
     Split,
     actions_from_value,
@@ -40,15 +43,62 @@ class PreparedData:
         return time_unit(self.sequences) == "seconds"
 
 
-def read_data(name_or_path: str) -> Interactions:
-    """A named data set, or a file of events with the schema's own column names.
+def read_data(
+    name_or_path: str,
+    columns: Mapping[str, str] | None = None,
+    items: str | Path | None = None,
+) -> Interactions:
+    """A named data set, or a file of events.
+
+    Args:
+        columns: schema name -> name in the file, as `gr.data.read_table` takes them.
+        items: file of item metadata.
 
     Raises:
-        DataError: neither, or anything a reader refuses.
+        DataError: neither, columns or items for a named data set, or anything a reader refuses.
     """
-    if name_or_path in DATASETS or not Path(name_or_path).exists():
+    if name_or_path in DATASETS:
+        if columns or items is not None:
+            raise DataError(
+                f"data set {name_or_path!r} brings its own columns and items: wanted a file of "
+                "events to go with --columns or --items"
+            )
         return load(name_or_path)
-    return read_table(name_or_path)
+    if not Path(name_or_path).exists():
+        raise DataError(
+            f"{name_or_path}: no such file, and no data set of that name; wanted a file of events "
+            f"or one of {sorted(DATASETS)}"
+        )
+    return read_table(name_or_path, columns, items=items)
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """``user_id=uid,item_id=movie`` as a mapping.
+
+    Raises:
+        DataError: an entry without a name on both sides of ``=``, or a name given twice.
+    """
+    columns: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in (text or "").split(","))):
+        name, _, source = (part.strip() for part in entry.partition("="))
+        if not name or not source:
+            raise DataError(f"--columns: {entry!r}, wanted entries such as user_id=uid")
+        if name in columns:
+            raise DataError(f"--columns: {name} is given twice, wanted once")
+        columns[name] = source
+    return columns
+
+
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    """``--data``, ``--columns`` and ``--items`` of the stages' command lines."""
+    parser.add_argument("--data", required=True, help="name of a data set, or a file of events")
+    parser.add_argument("--columns", help="columns of the file, e.g. user_id=uid,item_id=movie")
+    parser.add_argument("--items", help="file of item metadata: item_id, title, ...")
+
+
+def read_data_options(options: argparse.Namespace) -> Interactions:
+    """The data that the options of :func:`add_data_options` name."""
+    return read_data(options.data, parse_columns(options.columns), options.items)
 
 
 def prepare(interactions: Interactions, recipe: DataRecipe) -> PreparedData:

@@ -135,6 +135,14 @@ UNREPAIRABLE = [
         r"data row 1: value is 'good', wanted a number",
     ),
     (f"user_id,item_id,timestamp,value\na,x,{T0},inf\n", r"value is inf, wanted a finite number"),
+    (HEAD.strip(), r"bad\.csv: no events: 0 rows"),
+    # A quote that is not closed would take in the rows below it, in the middle or to the end.
+    (f'{HEAD.strip()},title\na,x,{T0},"X\nb,y,{T0},Y\n', r"line 2 has a quote that is not closed"),
+    (
+        f'{HEAD.strip()},title\nb,y,{T0},Y\na,x,{T0},"X\nb,z,{T0},"Z\nb,w,{T0},W\n',
+        r"bad\.csv: line 3 has a quote that is not closed",
+    ),
+    ("user_id,item_id,timestamp," + "x" * 200_000 + f"\na,x,{T0},1\n", r"line 1 is not a header"),
 ]
 
 
@@ -198,6 +206,19 @@ def test_float_ids_and_float32_times_in_parquet(tmp_path: Path) -> None:
         read_table(path)
 
 
+def test_numbers_too_large_to_be_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "f.parquet"
+    for large in (2.0**53, 1e300, float("inf")):
+        table = {"user_id": [1.0, large], "item_id": ["x", "y"], "timestamp": [T0, T0]}
+        pq.write_table(pa.table(table), path)
+        with pytest.raises(DataError, match=r"data row 2: user_id is .*an integer below 2\^53"):
+            read_table(path, repair={"float_ids"})
+    order = pa.array([1, 2**63 + 5], pa.uint64())
+    pq.write_table(pa.table({"user_id": ["a"] * 2, "item_id": ["x", "y"], "order": order}), path)
+    with pytest.raises(DataError, match=r"data row 2: order is 9223372036854775813, wanted an int"):
+        read_table(path)
+
+
 def test_nulls_and_nan_in_parquet(tmp_path: Path) -> None:
     path = tmp_path / "n.parquet"
     data = {
@@ -224,6 +245,18 @@ def test_item_without_metadata(tmp_path: Path) -> None:
     assert got.repairs == {"metadata": 1}
     with pytest.raises(DataError, match=r"item metadata has columns \['item_id'\], wanted"):
         read_table(path, items=items.select(["item_id"]))
+    nameless = pa.table({"item_id": ["x", None, "y"], "title": ["X", "?", "Y"], "row": [1, 2, 3]})
+    with pytest.raises(DataError, match=r"\(item metadata\): data row 2: item_id is missing"):
+        read_table(path, items=nameless)
+    got = read_table(path, items=nameless, repair={"nan"})
+    assert got.repairs == {"nan": 1}
+    assert got.items is not None and got.items["row"].to_pylist() == ["1", "3"]
+    halves = pa.table({"item_id": [1.0, 1.5], "title": ["X", "Y"], "row": [1, 2]})
+    with pytest.raises(DataError, match=r"data row 2: item_id is 1\.5"):
+        read_table(path, items=halves)
+    lists = pa.table({"item_id": ["x", "y"], "title": ["X", "Y"], "tags": [["a"], ["b"]]})
+    with pytest.raises(DataError, match=r"column 'tags' is list<.*>, wanted text"):
+        read_table(path, items=lists)
     twice = pa.concat_tables([items, items])
     with pytest.raises(DataError, match=r"describes item 'x' more than once"):
         read_table(path, items=twice)

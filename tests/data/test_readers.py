@@ -100,6 +100,45 @@ def test_parquet_timestamps_become_seconds(tmp_path: Path) -> None:
     assert rows(read_table(path), "timestamp") == [(T0,)]
 
 
+def test_finer_times_order_the_events_of_one_second(tmp_path: Path) -> None:
+    """Of typed timestamps and of fractions; a type's unit is not applied a second time."""
+    path = tmp_path / "fine.parquet"
+    ticks = [T0 * 1000 + 900, T0 * 1000 + 500, T0 * 1000 + 100]
+    typed = pa.array(ticks, pa.timestamp("ms"))
+    ids = {"user_id": ["a", "a", "a"], "item_id": ["late", "middle", "early"]}
+    wanted = [("early", T0), ("middle", T0), ("late", T0)]
+    pq.write_table(pa.table({**ids, "timestamp": typed}), path)
+    for unit in ("s", "ms"):
+        assert rows(read_table(path, time_unit=unit), "item_id", "timestamp") == wanted
+    pq.write_table(pa.table({**ids, "timestamp": [tick / 1000 for tick in ticks]}), path)
+    got = read_table(path, repair={"fractional_seconds"})
+    assert rows(got, "item_id", "timestamp") == wanted
+    pq.write_table(pa.table({**ids, "order": typed}), path)
+    assert rows(read_table(path), "order") == [(tick,) for tick in ticks]
+    pq.write_table(pa.table({**ids, "timestamp": pa.array([-500] * 3, pa.timestamp("ms"))}), path)
+    with pytest.raises(DataError, match="timestamp -1 is negative"):
+        read_table(path)
+
+
+def test_old_mac_line_ends_and_quoted_line_breaks(tmp_path: Path) -> None:
+    path = write(tmp_path / "mac.csv", f"user_id,item_id,timestamp\ra,x,{T0}\rb,y,{T0}\r")
+    assert rows(read_table(path), "user_id", "item_id") == [("a", "x"), ("b", "y")]
+    text = f'user_id,item_id,timestamp,note\na,x,{T0},"two\nlines, ""so"""\nb,5" disk,{T0},\n'
+    path = write(tmp_path / "quoted.csv", text)
+    assert rows(read_table(path), "user_id", "item_id") == [("a", "x"), ("b", '5" disk')]
+
+
+def test_items_file_with_names_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.csv", f"user_id,film,timestamp\na,x,{T0}\n")
+    items = write(tmp_path / "films.tsv", "genre\tname\tfilm\nnoir\tThe X\tx\n")
+    columns = {"item_id": "film", "title": "name"}
+    got = read_table(path, columns, items=items)
+    assert got.items is not None
+    assert got.items.to_pylist() == [{"item_id": "x", "title": "The X", "genre": "noir"}]
+    with pytest.raises(DataError, match=r"films\.tsv: no column for title; the file has"):
+        read_table(path, {"item_id": "film"}, items=items)
+
+
 def test_order_column_instead_of_a_timestamp(tmp_path: Path) -> None:
     path = write(tmp_path / "o.csv", "user_id,item_id,position\na,x,0\na,y,1\n")
     got = read_table(path, {"order": "position"})
@@ -277,6 +316,7 @@ def test_s3rec_sequences(tmp_path: Path) -> None:
         ("1 5 6\n", "1 5 6 0 0\n", r"line 1 has 1 tab separated parts, wanted 2"),
         ("1 5\n2 5 6\n", "1 5\t0\n2 5 6\t0 -3\n", r"line 2: negative gap -3"),
         ("1 5\n", "1 5\tx\n", r"a gap is not a whole number of seconds.*x"),
+        ("1 5\n\n2\n", None, r"line 2: '' has a user and no items"),
     ],
 )
 def test_s3rec_bad_lines(tmp_path: Path, sequences: str, gaps: str | None, message: str) -> None:
@@ -287,7 +327,7 @@ def test_s3rec_bad_lines(tmp_path: Path, sequences: str, gaps: str | None, messa
 
 
 def test_user_items_json(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.json", '{"a": [3, 1, 3], "b": [1]}')
+    path = write(tmp_path / "x.json", '\ufeff{"a": [3, 1, 3], "b": [1]}')  # a byte order mark
     items = write(tmp_path / "i.json", '{"1": {"title": "one"}, "3": {"title": "three"}}')
     got = read_user_items(path, items)
     assert rows(got, "user_id", "item_id", "order") == [
@@ -310,6 +350,8 @@ def test_user_items_json(tmp_path: Path) -> None:
         ('{"a": [1.5]}', r"user 'a' has items of mixed types \['float'\]"),
         ('{"a": [1]\n "b"}', r"line 2: not JSON"),
         ('{"a": []}', r"user 'a' has no events"),
+        ('{"a": [1], "b": [2], "a": [3]}', r"key 'a' comes 2 times in one object, wanted once"),
+        ('{"a": [9223372036854775808]}', r"user 'a' has item 9223372036854775808, wanted text or"),
         ("", r"the file is empty"),
     ],
 )

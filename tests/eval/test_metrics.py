@@ -128,6 +128,12 @@ def test_coverage_of_scores_equals_coverage_of_their_lists() -> None:
         assert coverage(lists, 50, k) == pytest.approx(literal_share)
 
 
+def test_coverage_where_nothing_is_listed_is_zero() -> None:
+    gathered = Coverage(2, (1,))
+    gathered.add_scores(np.full((1, 2), -np.inf))
+    assert str(gathered.result()["coverage@1"]) == "0.0"  # not -0.0
+
+
 def test_coverage_of_ties_is_the_mean_over_random_draws() -> None:
     rng = np.random.default_rng(3)
     scores = rng.integers(0, 3, (5, 12)).astype(np.float64)

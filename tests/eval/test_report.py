@@ -148,6 +148,15 @@ def test_every_value_of_the_table_is_on_the_page(tmp_path: Path) -> None:
         assert f"{values['HR@5_low']:.3f} – {values['HR@5_high']:.3f}" in words
 
 
+def test_a_name_with_dollar_signs_is_no_formula(tmp_path: Path) -> None:
+    name = "$x^$"
+    metrics = {**results(), "retrieval": {name: {"HR@10": 0.5}}}
+    content = ReportContent(curves={name: [0.1, 0.5]}, losses={name: [(1, 2.0)]})
+    _, path = write_report(tmp_path, metrics, content)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert name in page.words and len(page.images) == 3
+
+
 def test_parts_that_are_not_there_leave_no_trace_and_equal_runs_give_equal_files(
     tmp_path: Path,
 ) -> None:

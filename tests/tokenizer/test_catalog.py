@@ -91,6 +91,14 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "catalog.json").write_text(json.dumps({**about, "items": 5}))
     with pytest.raises(ValueError, match=r"has 4 rows.*says 5"):
         Catalog.load(tmp_path)
+    (tmp_path / "catalog.json").write_text(json.dumps(about)[:30])
+    with pytest.raises(ValueError, match=r"catalog\.json is not JSON"):
+        Catalog.load(tmp_path)
+    mixed().save(tmp_path)
+    whole = (tmp_path / "catalog.parquet").read_bytes()
+    (tmp_path / "catalog.parquet").write_bytes(whole[:200])
+    with pytest.raises(ValueError, match=r"catalog\.parquet is not a Parquet file"):
+        Catalog.load(tmp_path)
 
 
 def test_with_items_appends_and_moves_nothing() -> None:
@@ -101,6 +109,7 @@ def test_with_items_appends_and_moves_nothing() -> None:
     assert grown.codes[4].tolist() == [2, 2, -1]
     assert grown.item_types[4] == "item" and grown.title("e") == "E"
     assert grown.metadata is not None and grown.metadata.column("genre").to_pylist()[4] is None
+    assert catalog.with_items([], []).item_ids == catalog.item_ids
     with pytest.raises(ValueError, match="'b' is already in the catalogue"):
         catalog.with_items(["b"], [[0, 0]])
 
@@ -109,6 +118,8 @@ def test_with_items_appends_and_moves_nothing() -> None:
     ("change", "message"),
     [
         ({"item_ids": ["a", "b", "c", "a"]}, r"item_ids\[3\] 'a'"),
+        ({"item_ids": ["a", None, "c", "d"]}, r"item_ids\[1\] is None: wanted an id"),
+        ({"item_ids": ["a", "b", float("nan"), "d"]}, r"item_ids\[2\] is nan: wanted an id"),
         ({"titles": ["A"]}, "titles has 1 rows"),
         ({"item_types": ["item", "item", "film", "item"]}, r"item_types\[2\] is 'film'"),
         ({"popularity": np.array([0, -2, 0, 0])}, r"popularity\[1\] is -2"),

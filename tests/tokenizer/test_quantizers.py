@@ -176,6 +176,24 @@ def test_loading_says_what_is_wrong(points: Points, tmp_path: Path) -> None:
     (tmp_path / "quantizer.json").write_text(json.dumps({**about, "kind": "tree"}))
     with pytest.raises(ValueError, match="kind 'tree'"):
         Quantizer.from_pretrained(tmp_path)
+    (tmp_path / "quantizer.json").write_text(json.dumps(about)[:20])
+    with pytest.raises(ValueError, match=r"quantizer\.json is not JSON"):
+        Quantizer.from_pretrained(tmp_path)
+    (tmp_path / "quantizer.json").write_text(json.dumps(about))
+    whole = (tmp_path / "quantizer.safetensors").read_bytes()
+    (tmp_path / "quantizer.safetensors").write_bytes(whole[:40])
+    with pytest.raises(ValueError, match=r"quantizer\.safetensors is not a safetensors file"):
+        Quantizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("exponent", [-100, 70])
+def test_codes_do_not_depend_on_the_scale(points: Points, backend: str, exponent: int) -> None:
+    """Squares of such values leave float32; faiss ended the process."""
+    codes = ResidualKMeans(codebook_size=(8, 4), backend=backend).fit(points).encode(points)
+    scaled = np.ldexp(points, exponent)
+    quantizer = ResidualKMeans(codebook_size=(8, 4), backend=backend).fit(scaled)
+    assert np.array_equal(quantizer.encode(scaled), codes)
 
 
 def test_level_sizes() -> None:

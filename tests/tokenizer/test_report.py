@@ -91,5 +91,7 @@ def test_catalogue_with_an_extra_level_and_plots(tmp_path: Path) -> None:
 def test_one_item_and_none() -> None:
     report = quality_report([[0]], (1,), embeddings=[[1.0]])
     assert report.levels[0].perplexity == 1.0 and report.collision_rate == 0.0
+    with pytest.raises(ValueError, match="neighbours is 0: wanted a number >= 1"):
+        quality_report([[0], [0]], (1,), embeddings=[[1.0], [2.0]], neighbours=0)
     with pytest.raises(ValueError, match="no rows"):
         quality_report(np.zeros((0, 1), dtype=int), (1,))

@@ -130,6 +130,10 @@ def test_catalog_with_types_of_different_length(tmp_path: Path) -> None:
     assert (loaded.level_degree, loaded.level_width) == (trie.level_degree, trie.level_width)
     catalog.popularity[0] = 100
     assert not loaded.belongs_to(catalog, vocabulary)
+    whole = (tmp_path / "trie.safetensors").read_bytes()
+    (tmp_path / "trie.safetensors").write_bytes(whole[:40])
+    with pytest.raises(ValueError, match=r"trie\.safetensors is not a safetensors file"):
+        ItemTrie.load(tmp_path / "trie.safetensors")
     with pytest.raises(FileNotFoundError, match="wanted a saved trie"):
         ItemTrie.load(tmp_path / "nothing.safetensors")
 

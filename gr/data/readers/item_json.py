@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,15 +12,27 @@ from gr.data.errors import DataError
 
 
 def read_json_object(path: str | Path) -> dict[str, object]:
-    """Parse a file that holds one JSON object; `DataError` names file and line."""
+    """Parse a file that holds one JSON object; `DataError` names file and line.
+
+    A key that comes twice in an object is refused: JSON readers keep only the last.
+    """
     path = Path(path)
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            key, times = keys.most_common(1)[0]
+            raise DataError(f"{path}: key {key!r} comes {times} times in one object, wanted once")
+        return entries
+
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     data = path.read_bytes()
     if not data.strip():
         raise DataError(f"{path}: the file is empty, wanted a JSON object")
     try:
-        loaded = json.loads(data.decode())
+        loaded = json.loads(data.decode("utf-8-sig"), object_pairs_hook=once)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}: line {line} is not UTF-8, wanted JSON in UTF-8") from error

@@ -103,5 +103,5 @@ def _rename(table: pa.Table, change: Mapping[str, str], path: Path) -> pa.Table:
         if old not in table.column_names:
             raise DataError(f"{path}: no field {old!r}; the file has {table.column_names}")
     names = [change.get(c, c) for c in table.column_names]
-    plain = [to_plain_text(table[c]) for c in table.column_names]
+    plain = [to_plain_text(table[c], f"{path}: field {c!r}") for c in table.column_names]
     return pa.table(plain, names=names)

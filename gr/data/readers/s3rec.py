@@ -64,7 +64,7 @@ def read_s3rec(
 
 def _lines(path: Path, fixes: Repairs) -> pa.Array:
     text = read_text(path, "utf-8", fixes).decode()
-    return pa.array([line for line in text.split("\n") if line.strip()], pa.large_string())
+    return pa.array(text.rstrip().split("\n"), pa.large_string())
 
 
 def _sequences(path: Path, lines: pa.Array) -> tuple[pa.Array, Int64, pa.Array]:

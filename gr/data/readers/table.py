@@ -12,7 +12,13 @@ import pyarrow.parquet as pq
 from gr.data.checks import Repairs, build_interactions
 from gr.data.errors import DataError
 from gr.data.schema import EVENT_COLUMNS, Interactions
-from gr.data.text_files import TextFormat, pick_columns, read_delimited, read_text
+from gr.data.text_files import (
+    TextFormat,
+    missing_column,
+    pick_columns,
+    read_delimited,
+    read_text,
+)
 
 SUFFIXES = {".csv": ",", ".tsv": "\t", ".tab": "\t", ".txt": "\t", ".dat": "::"}
 
@@ -34,18 +40,38 @@ def read_table(
     names in the file; a name left out is looked for under its own name. Of `timestamp` and `order`
     one is needed. `time_unit` is the unit of `timestamp` ("s", "ms", "us", "ns"); typed Arrow
     timestamps need none. `items`: a table, or a file in one of the same formats, with `item_id`,
-    `title` and any other columns. `repair` is a set of names out of `gr.data.REPAIRS`.
+    `title` and any other columns; for a file, `columns` may name `title`, too, and `item_id` is
+    looked for under its name in the events, then under its own. `repair` is a set of names out of
+    `gr.data.REPAIRS`.
     Raises `DataError` naming file, row, value seen and value wanted.
     """
     path = Path(path)
     fixes = Repairs.of(repair)
+    from_file = isinstance(items, (str, Path))
     table = _read_any(path, delimiter, encoding, fixes)
-    raw = pick_columns(table, columns or {}, EVENT_COLUMNS, str(path))
+    chosen = {k: v for k, v in (columns or {}).items() if not (from_file and k == "title")}
+    raw = pick_columns(table, chosen, EVENT_COLUMNS, str(path))
     if isinstance(items, (str, Path)):
-        items = _read_any(Path(items), delimiter, encoding, fixes)
+        found = _read_any(Path(items), delimiter, encoding, fixes)
+        items = _item_columns(found, columns or {}, str(items))
     return build_interactions(
         raw, name or path.stem, str(path), time_unit=time_unit, items=items, repairs=fixes
     )
+
+
+def _item_columns(table: pa.Table, columns: Mapping[str, str], where: str) -> pa.Table:
+    """Item metadata with `item_id` and `title` under these names, other columns behind them."""
+    seen = table.column_names
+    item = columns.get("item_id", "item_id")
+    sources = {
+        "item_id": item if item in seen else "item_id",
+        "title": columns.get("title", "title"),
+    }
+    for name, source in sources.items():
+        if source not in seen:
+            raise missing_column(name, source, seen, where)
+    others = [c for c in seen if c not in sources.values() and c not in sources]
+    return table.select([*sources.values(), *others]).rename_columns([*sources, *others])
 
 
 def _read_any(path: Path, delimiter: str | None, encoding: str, fixes: Repairs) -> pa.Table:

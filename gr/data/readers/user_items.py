@@ -69,6 +69,9 @@ def _flat_items(path: Path, lists: dict[str, list[object]]) -> pa.Array:
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
         pass
     for user, history in lists.items():  # only reached with an error: find it
+        large = [item for item in history if isinstance(item, int) and abs(item) >= 2**63]
+        if large:
+            raise DataError(f"{path}: user {user!r} has item {large[0]}, wanted text or an int64")
         kinds = {type(item).__name__ for item in history}
         if len(kinds) > 1 or not kinds <= {"int", "str"}:
             raise DataError(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from gr.tokenizer.vocabulary import IntArray
@@ -104,13 +105,16 @@ class Quantizer(ABC):
 
         Raises:
             FileNotFoundError: a file of the pair is missing.
-            ValueError: the folder holds another kind of quantizer.
+            ValueError: the folder holds another kind of quantizer, or a file that is cut short.
         """
         path = Path(folder)
         for name in (JSON_NAME, WEIGHTS_NAME):
             if not (path / name).is_file():
                 raise FileNotFoundError(f"{path / name} is missing: wanted a saved quantizer")
-        settings = json.loads((path / JSON_NAME).read_text(encoding="utf-8"))
+        try:
+            settings = json.loads((path / JSON_NAME).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path / JSON_NAME} is not JSON: {error}") from error
         kind = settings.get("kind")
         stored = Quantizer._kinds.get(kind)
         if stored is None:
@@ -120,7 +124,11 @@ class Quantizer(ABC):
                 f"{path / JSON_NAME} holds a {stored.__name__}, not a {cls.__name__}: use "
                 "Quantizer.from_pretrained to load any kind"
             )
-        return stored._from_state(load_file(path / WEIGHTS_NAME), settings)
+        try:
+            arrays = load_file(path / WEIGHTS_NAME)
+        except SafetensorError as error:
+            raise ValueError(f"{path / WEIGHTS_NAME} is not a safetensors file: {error}") from error
+        return stored._from_state(arrays, settings)
 
 
 def checked_points(x: npt.ArrayLike, dimensions: int | None = None) -> FloatArray:

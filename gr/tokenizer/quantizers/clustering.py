@@ -94,7 +94,10 @@ def train_centroids(x: FloatArray, k: int, seed: int, backend: str, iterations: 
         picked = rng.choice(len(x), size=k * _SAMPLE_PER_CENTROID, replace=False)
         train = np.ascontiguousarray(x[np.sort(picked)])
     run = _train_faiss if backend == "faiss" else _train_sklearn
-    return _fill_empty(x, run(train, k, seed, iterations))
+    # Both square float32. A power of two is taken out (exactly), or large values overflow.
+    exponent = int(np.frexp(np.abs(train).max())[1])
+    centroids = np.ldexp(run(np.ldexp(train, -exponent), k, seed, iterations), exponent)
+    return _fill_empty(x, centroids)
 
 
 def _train_faiss(x: FloatArray, k: int, seed: int, iterations: int) -> FloatArray:
