@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gr.eval import ExampleUser
@@ -22,11 +23,11 @@ def print_json(value: Any) -> None:
 
 def fields_table(title: str, fields: Mapping[str, Any]) -> Table:
     """Two columns: a name and its value."""
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=escape(title), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
     for name, value in fields.items():
-        table.add_row(name, shown(value))
+        table.add_row(escape(name), escape(shown(value)))
     return table
 
 
@@ -46,27 +47,25 @@ def retrieval_table(
             if name == "HR@10" and "HR@10_low" in values:
                 cell += f" [{values['HR@10_low']:.3f}, {values['HR@10_high']:.3f}]"
             cells.append(cell)
-        table.add_row(model, *cells)
+        table.add_row(escape(model), *cells)
     return table
 
 
 def example_table(example: ExampleUser) -> Table:
     """A user's newest events beside their recommendations; ✓ marks what came next."""
-    table = Table(
-        title=f"User {example.user_id} ({example.history_length} events), next: {example.target}",
-        title_justify="left",
-    )
+    title = f"User {example.user_id} ({example.history_length} events), next: {example.target}"
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("history, oldest first")
     table.add_column("recommended, best first")
     for row in range(max(len(example.history), len(example.recommendations))):
         left = right = ""
         if row < len(example.history):
             event = example.history[row]
-            left = f"{event.title} [dim]{event.note}[/dim]"
+            left = f"{escape(event.title)} [dim]{escape(event.note)}[/dim]"
         if row < len(example.recommendations):
             item = example.recommendations[row]
             mark = " [green]✓[/green]" if item.is_target else ""
-            right = f"{item.title} [dim]{item.note}[/dim]{mark}"
+            right = f"{escape(item.title)} [dim]{escape(item.note)}[/dim]{mark}"
         table.add_row(left, right)
     return table
 

@@ -76,7 +76,7 @@ def run_demo(
         FileExistsError: ``folder`` holds something that is no demo.
     """
     began = time.perf_counter()
-    target = Path(folder)
+    target = Path(folder).resolve()  # so that it has a name, and is no link
     _refuse_foreign(target)
     work = target.with_name(f".{target.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
@@ -133,10 +133,14 @@ def run_demo(
         shutil.rmtree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     work.replace(target)
-    return DemoResult(target, metrics, retrieval, ranking, examples, data.split.summary(), facts)
+    return DemoResult(
+        Path(folder), metrics, retrieval, ranking, examples, data.split.summary(), facts
+    )
 
 
 def _refuse_foreign(folder: Path) -> None:
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file: wanted an empty or a new folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / "metrics.json").is_file():
         raise FileExistsError(
             f"{folder} holds files but no metrics.json, so it is no earlier demo: wanted an empty "

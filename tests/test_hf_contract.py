@@ -341,3 +341,56 @@ def test_a_layout_spelled_out_equals_the_mask() -> None:
         rtol=0,
     )
     assert CACHE_NAME in ("cache", "past_key_values")
+
+
+def test_an_adapter_on_the_head_counts_and_learns() -> None:
+    """The loss never calls the head's module, so it must ask it for its matrix."""
+    ids, times = batch()
+    cases: list[dict[str, Any]] = [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["o_proj"], "trainable_token_indices": [8, 9]},
+    ]
+    for targets in cases:
+        base = make("hstu", {}, item_loss="level", head_bias=True, tie_word_embeddings=False)
+        adapter = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False, **targets))
+        adapter(input_ids=ids, timestamps=times, labels=ids).loss.backward()
+        for name, parameter in adapter.named_parameters():
+            assert not parameter.requires_grad or parameter.grad is not None, name
+        with torch.no_grad():
+            got = adapter.eval()(input_ids=ids, timestamps=times).logits
+            merged = adapter.merge_and_unload()
+            expected = merged(input_ids=ids, timestamps=times).logits
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_an_enlarged_vocabulary_changes_no_logit() -> None:
+    ids, times = batch()
+    model = make("hstu", {}, item_loss="level", head_bias=True)
+    before = model(input_ids=ids, timestamps=times).logits
+    model.resize_token_embeddings(VOCABULARY.end + 5, mean_resizing=False)
+    after = model(input_ids=ids, timestamps=times).logits
+    torch.testing.assert_close(after[..., : VOCABULARY.end], before)
+    assert after[..., VOCABULARY.end :].isneginf().all()
+
+
+def test_embeddings_in_place_of_tokens_are_refused_where_tokens_decide() -> None:
+    ids, _ = batch()
+    model = make("hstu", {}, item_loss="level")
+    with pytest.raises(ValueError, match="inputs_embeds: with item_loss 'level'"):
+        model(inputs_embeds=model.model.embed_tokens(ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["lstm"]}, "layer_types: unknown block 'lstm'"),
+        ({"layer_types": ["hstu"], "num_hidden_layers": 4}, "num_hidden_layers: 4, wanted None or"),
+        ({"num_attention_heads": 3}, "num_attention_heads: 3, wanted a divisor of hidden_size 16"),
+        ({"layer_types": ["transformer"], "head_dim": 3}, "head_dim: 3, wanted an even number"),
+        ({"vocab_size": 5}, "vocab_size: 5, wanted at least the 20 of 'vocabulary'"),
+    ],
+)
+def test_sizes_that_do_not_agree_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make("hstu", {}, **changes)

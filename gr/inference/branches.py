@@ -42,12 +42,18 @@ class Backbone:
     and ``position_ids``; it must take both, and a cache.
 
     Raises:
-        TypeError: the model's forward has no cache, no ``position_ids`` or no ``attention_mask``.
+        TypeError: the model's forward has no cache, no ``position_ids`` or no ``attention_mask``;
+            or the model is an adapter of learnt prompt tokens, which no layer holds.
         ValueError: its attention implementation cannot take a 4-D mask.
     """
 
     def __init__(self, model: nn.Module) -> None:
         # Adapters (PEFT) hide the forward's arguments behind **kwargs; their layers stay active.
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise TypeError(
+                f"{type(model).__name__} puts learnt tokens before the prompt, and branches would "
+                "leave them out; wanted an adapter inside the layers, such as LoRA"
+            )
         unwrap = getattr(model, "get_base_model", None)
         inner: nn.Module = model if unwrap is None else unwrap()
         self.model = inner
@@ -93,12 +99,14 @@ class Backbone:
         training = [module for module in self.model.modules() if module.training]
         if training:
             self.model.eval()
-        with torch.no_grad():
-            output = self.model(
-                input_ids=input_ids, use_cache=True, logits_to_keep=keep, **arguments
-            )
-        for module in training:
-            module.training = True
+        try:
+            with torch.no_grad():
+                output = self.model(
+                    input_ids=input_ids, use_cache=True, logits_to_keep=keep, **arguments
+                )
+        finally:
+            for module in training:
+                module.training = True
         logits: Tensor = output.logits
         return logits.float()
 

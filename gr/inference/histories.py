@@ -18,7 +18,7 @@ import torch
 
 from gr.data.schema import Event
 from gr.inference.branches import Backbone, Prefix, prefill
-from gr.tokenizer.semantic_id_tokenizer import SemanticIdTokenizer
+from gr.tokenizer.semantic_id_tokenizer import MAX_SECONDS, SemanticIdTokenizer
 
 IntArray = npt.NDArray[np.int64]
 History: TypeAlias = Sequence["Event | str | int"]
@@ -124,13 +124,17 @@ class HistoryEncoder:
         """Encode every history; what is skipped goes into the report.
 
         Raises:
-            ValueError: an argument that is a single history, a bad event, or a request before the
-                history's last event.
+            ValueError: an argument that is a single history, a bad event, or a request that is not
+                in seconds or before the history's last event.
         """
-        if isinstance(histories, str) or (
-            len(histories) and isinstance(histories[0], (str, int, np.integer, Event))
-        ):
+        if isinstance(histories, str):
             raise ValueError("histories is one history: wanted a list of histories")
+        for number, history in enumerate(histories):
+            if history is None or isinstance(history, (str, int, np.integer, Event)):
+                raise ValueError(
+                    f"histories[{number}] is {history!r}: wanted a list of histories, each a list "
+                    "of item ids or events"
+                )
         if request_times is not None and len(request_times) != len(histories):
             raise ValueError(
                 f"request_times has {len(request_times)} entries: wanted one for each of "
@@ -161,6 +165,10 @@ class HistoryEncoder:
         tokens, times = encoded.input_ids, encoded.timestamps
         timed = any(event.timestamp is not None for event in events)
         if asked is not None:
+            if not abs(asked) <= MAX_SECONDS:
+                raise ValueError(
+                    f"request_times[{number}] is {asked}: wanted seconds, not milliseconds"
+                )
             latest = max((e.timestamp for e in events if e.timestamp is not None), default=None)
             if latest is not None and asked < latest:
                 raise ValueError(

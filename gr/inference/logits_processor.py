@@ -25,7 +25,8 @@ class TrieLogitsProcessor(LogitsProcessor):
 
     A ``generation_config`` made for chat shrinks the permitted set after this processor (top_k,
     top_p) or bends its scores before it (repetition_penalty). Pass ``**generate_options()`` to
-    ``generate`` to switch all of that off.
+    ``generate`` to switch all of that off. Whether to sample stays the caller's choice: pass
+    ``do_sample`` too, since such a configuration may turn it on.
 
     Args:
         trie: the catalogue.
@@ -67,8 +68,18 @@ class TrieLogitsProcessor(LogitsProcessor):
             "top_p": 1.0,
             "min_p": None,
             "typical_p": 1.0,
+            "top_h": None,
+            "epsilon_cutoff": 0.0,
+            "eta_cutoff": 0.0,
+            "encoder_repetition_penalty": 1.0,
+            "guidance_scale": None,
+            "renormalize_logits": False,
+            "sequence_bias": None,
             "suppress_tokens": None,
+            "begin_suppress_tokens": None,
             "bad_words_ids": None,
+            "forced_bos_token_id": None,
+            "forced_eos_token_id": None,
         }
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Collection, Sequence
@@ -73,6 +74,8 @@ class Recommender:
         batch_size: int = 32,
     ) -> None:
         if catalog is not None and catalog is not tokenizer.catalog:
+            # A copy: another recommender may answer with the same tokenizer and its own items.
+            tokenizer = copy.copy(tokenizer)
             tokenizer.catalog = catalog
         items = tokenizer.catalog
         if items is None:
@@ -114,12 +117,18 @@ class Recommender:
         built anew.
 
         Raises:
-            FileNotFoundError: no such folder, or no catalogue in it.
+            FileNotFoundError: no such folder, or no model, tokenizer or catalogue in it.
             TypeError: the folder's tokenizer is not a `SemanticIdTokenizer`.
         """
         path = Path(folder)
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder: wanted a saved recommender")
+        for name in ("config.json", "tokenizer_config.json"):
+            if not (path / name).is_file():
+                raise FileNotFoundError(
+                    f"{path} has no {name}: wanted a saved recommender (that of a training run is "
+                    "the folder model/ in it)"
+                )
         register_model()
         register_tokenizer(GRConfig)
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -185,6 +194,7 @@ class Recommender:
         """
         answers: list[list[Scored]] = [[] for _ in histories]
         rows, keep_rows = self._start(histories, request_times, allowed)
+        k = min(k, len(self.catalog))
         for numbers, prefix in self.encoder.batches(rows, self.batch_size):
             keep = self._filter(rows, numbers, exclude_seen, keep_rows)
             found = retrieve(prefix, self.trie, k, num_beams, keep)
@@ -272,9 +282,10 @@ class Recommender:
         chosen = actions.index(self._action(action)) if len(actions) > 1 else None
         answers: list[list[Scored]] = [[] for _ in histories]
         rows, keep_rows = self._start(histories, request_times, allowed)
+        pool = min(max(5 * k, 50), len(self.catalog))
         for numbers, prefix in self.encoder.batches(rows, self.batch_size):
             keep = self._filter(rows, numbers, exclude_seen, keep_rows)
-            row_BC, score_BC = retrieve(prefix, self.trie, max(5 * k, 50), keep=keep)
+            row_BC, score_BC = retrieve(prefix, self.trie, pool, keep=keep)
             if chosen is not None:
                 action_BC = self._action_log_probs(prefix, row_BC)[..., chosen]
                 score_BC = (score_BC + action_weight * action_BC).masked_fill(
@@ -397,7 +408,8 @@ def _per_row(name: str, given: Any, count: int) -> tuple[list[Any], bool]:
     """Collections of ids per history, and whether a single one serves all.
 
     Raises:
-        ValueError: a single string, or as many collections as neither.
+        ValueError: a single string, single ids among collections, or as many collections as
+            neither.
     """
     if isinstance(given, str):
         raise ValueError(f"{name} is the string {given!r}: wanted a collection of item ids")
@@ -406,6 +418,9 @@ def _per_row(name: str, given: Any, count: int) -> tuple[list[Any], bool]:
         count == 0 and not entries
     ):
         return [entries], True
+    for number, entry in enumerate(entries):
+        if isinstance(entry, (str, int, np.integer)):
+            raise ValueError(f"{name}[{number}] is {entry!r}: wanted a collection of item ids")
     if len(entries) != count:
         raise ValueError(f"{name} has {len(entries)} entries: wanted one for each of {count}")
     return entries, False

@@ -183,7 +183,8 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
             logits_to_keep: how many of the last positions get logits, or their indices; 0 is all.
 
         Raises:
-            ValueError: shapes or dtypes that do not agree.
+            ValueError: shapes or dtypes that do not agree; ``inputs_embeds`` where the loss leaves
+                the logits of some tokens without a meaning.
         """
         cache = kwargs.pop("past_key_values", None) if cache is None else cache
         num_targets = kwargs.pop("num_items_in_batch", None)
@@ -210,8 +211,13 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
         elif logits_to_keep > 0:
             keep = slice(-logits_to_keep, None)
         logits_BNV = self._head().logits(hidden_BND[:, keep])
-        if self.config.item_loss != "full" and input_ids is not None:
+        if self.config.item_loss != "full":
             # Trained against its own level only, the softmax says nothing about other tokens.
+            if input_ids is None:
+                raise ValueError(
+                    f"inputs_embeds: with item_loss {self.config.item_loss!r} the tokens decide "
+                    "which logits mean something; wanted input_ids"
+                )
             logits_BNV = logits_BNV.masked_fill(~self._may_follow(input_ids[:, keep]), -torch.inf)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -222,12 +228,17 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
     def _may_follow(self, token_BN: Tensor) -> Tensor:
         """Which tokens may come after each of these, bool [B, N, V]."""
         assert self.token_vocabulary is not None
-        if self._follow is None or self._follow[0].device != token_BN.device:
+        size, device = self.config.vocab_size, token_BN.device
+        follow = self._follow
+        if follow is None or follow[0].device != device or len(follow[0]) != size:
             # Made on first use: a buffer filled in __init__ is lost when loading on "meta".
             group_V = torch.from_numpy(self.token_vocabulary.groups())
             table_GV = follow_table(self.token_vocabulary)
-            self._follow = group_V.to(token_BN.device), table_GV.to(token_BN.device)
-        group_V, table_GV = self._follow
+            # Rows that an enlarged embedding has past the vocabulary never follow anything.
+            spare = (0, size - len(group_V))
+            follow = F.pad(group_V, spare).to(device), F.pad(table_GV, spare).to(device)
+            self._follow = follow
+        group_V, table_GV = follow
         return table_GV[group_V[token_BN]]
 
     def _loss(self, hidden_BND: Tensor, labels_BN: Tensor, num_targets: Any) -> Tensor:
@@ -245,10 +256,15 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
         return loss(hidden_BND[:, :-1][chosen], self._head(), target[chosen], num_targets)
 
     def _head(self) -> Head:
-        config = self.config
-        return Head(
-            self.lm_head.weight, self.lm_head.bias, config.l2_normalize, config.logit_temperature
-        )
+        config, linear = self.config, self.lm_head
+        if isinstance(linear, nn.Linear):
+            weight_VD, bias_V = linear.weight, linear.bias
+        else:
+            # An adapter stands in its place, whose own `weight` leaves out what it adds.
+            unit_DD = torch.eye(config.hidden_size, device=self.device, dtype=self.dtype)
+            bias_V = linear(torch.zeros_like(unit_DD[0]))
+            weight_VD = (linear(unit_DD) - bias_V).T
+        return Head(weight_VD, bias_V, config.l2_normalize, config.logit_temperature)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PretrainedConfig
 
 from gr.model.blocks import BLOCKS, block_options
+from gr.tokenizer.vocabulary import SidVocabulary
 
 
 @strict
@@ -36,7 +37,7 @@ class GRConfig(PretrainedConfig):
         vocabulary: ``SidVocabulary.to_dict()``; needed by the "level" and "sampled" losses.
 
     Raises:
-        ValueError: an unknown block, option, norm or loss; sizes that do not divide.
+        ValueError: an unknown block, option, norm or loss; sizes that do not divide or agree.
     """
 
     model_type = "gr"
@@ -77,14 +78,26 @@ class GRConfig(PretrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.layer_types is None:
             self.layer_types = ["hstu"] * (self.num_hidden_layers or 2)
+        elif self.num_hidden_layers not in (None, len(self.layer_types)):
+            raise ValueError(
+                f"num_hidden_layers: {self.num_hidden_layers}, wanted None or the number of "
+                f"layer_types, {len(self.layer_types)}"
+            )
         self.num_hidden_layers = len(self.layer_types)
         self.block_options = self.block_options or {}
         if self.head_dim is None:
+            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"num_attention_heads: {self.num_attention_heads}, wanted a divisor of "
+                    f"hidden_size {self.hidden_size}, or a head_dim"
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        # Here too, and first: what `strict` raises for a refusal is no ValueError.
+        self.validate_blocks()
         super().__post_init__(**kwargs)
 
     def validate_layer_type(self) -> None:
@@ -109,6 +122,16 @@ class GRConfig(PretrainedConfig):
         if self.item_loss != "full" and self.vocabulary is None:
             raise ValueError(
                 f"item_loss: {self.item_loss!r} needs 'vocabulary' (SidVocabulary.to_dict())"
+            )
+        if self.vocabulary is not None:
+            end = SidVocabulary.from_dict(self.vocabulary).end
+            if self.vocab_size < end:
+                raise ValueError(
+                    f"vocab_size: {self.vocab_size}, wanted at least the {end} of 'vocabulary'"
+                )
+        if "transformer" in (self.layer_types or ()) and (self.head_dim or 0) % 2:
+            raise ValueError(
+                f"head_dim: {self.head_dim}, wanted an even number: rotary positions turn pairs"
             )
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError(

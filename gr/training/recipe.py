@@ -7,6 +7,7 @@ wrong type are refused where they are read.
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 import types
@@ -284,6 +285,9 @@ class Recipe:
         for name in self.model:
             if name not in known:
                 raise _unknown_key("recipe.model", name, known)
+        hints = inspect.get_annotations(GRConfig, eval_str=True)
+        for name in self.model.keys() & hints.keys():
+            _convert(self.model[name], hints[name], f"recipe.model.{name}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""

@@ -4,14 +4,16 @@
     accelerate launch -m gr.training.train …
     torchrun --nproc_per_node 2 -m gr.training.train …
 
-The folder then holds ``recipe.json``, ``ids/``, ``checkpoints/``, ``train_log.json``, and
-``model/`` for ``gr.Recommender.from_pretrained``.
+The folder then holds ``recipe.json``, ``split.json``, ``ids/``, ``checkpoints/``,
+``train_log.json``, and ``model/`` for ``gr.Recommender.from_pretrained``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +22,15 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
-from gr.data import Interactions
+from gr.data import Interactions, Split
 from gr.model import GRConfig, GRForCausalLM
 from gr.tokenizer import SemanticIdTokenizer
 from gr.training.arguments import training_arguments
 from gr.training.checkpoints import quiet_saving
 from gr.training.collator import StreamCollator
 from gr.training.events import EventArrays
-from gr.training.ids import build_ids
-from gr.training.prepare import PreparedData, prepare, read_data
+from gr.training.ids import Ids, build_ids
+from gr.training.prepare import PreparedData, add_data_options, prepare, read_data_options
 from gr.training.presets import find_recipe
 from gr.training.recipe import Recipe
 from gr.training.trainer import GRTrainer
@@ -63,7 +65,7 @@ def train(
 
     Raises:
         ValueError: ``output_dir`` holds another run and ``resume`` is False, or a run of another
-            recipe and ``resume`` is True; or anything the stages refuse.
+            recipe or other data and ``resume`` is True; or anything the stages refuse.
     """
     folder = Path(output_dir)
     # Before anything else: it sets up the processes.
@@ -75,8 +77,10 @@ def train(
     with arguments.main_process_first(local=False, desc="preparing data"):
         data = prepare(interactions, recipe.data)
     with arguments.main_process_first(local=False, desc="building semantic IDs"):
-        if main and not (resume and (folder / "ids" / "tokenizer_config.json").is_file()):
-            build_ids(data, recipe.ids).save(folder / "ids")
+        if main:
+            _claim_data(folder, data.split)
+            if not (resume and (folder / "ids").is_dir()):
+                _save_ids(build_ids(data, recipe.ids), folder / "ids")
         tokenizer = SemanticIdTokenizer.from_pretrained(folder / "ids")
     training = recipe.training
     events = EventArrays.from_sequences(
@@ -125,11 +129,19 @@ def model_config(recipe: Recipe, tokenizer: SemanticIdTokenizer) -> GRConfig:
 
     Unless the recipe says otherwise, positions are as many as a window of ``max_events`` needs,
     and a candidate with its action after it.
+
+    Raises:
+        ValueError: fewer positions than that, or anything ``GRConfig`` refuses.
     """
     vocabulary = tokenizer.vocabulary
     per_event = vocabulary.max_levels + bool(vocabulary.actions)
     positions = 1 + (recipe.training.windows.max_events + 1) * per_event
     options: dict[str, Any] = {"max_position_embeddings": positions, **recipe.model}
+    if options["max_position_embeddings"] < positions:
+        raise ValueError(
+            f"recipe.model.max_position_embeddings: {options['max_position_embeddings']}, wanted "
+            f"at least {positions} for windows of {recipe.training.windows.max_events} events"
+        )
     return GRConfig(vocab_size=vocabulary.end, vocabulary=vocabulary.to_dict(), **options)
 
 
@@ -153,18 +165,42 @@ def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
         raise ValueError(f"{file} is another recipe than the one to resume with")
 
 
+def _claim_data(folder: Path, split: Split) -> None:
+    file = folder / "split.json"
+    if not file.is_file():
+        temporary = file.with_name(file.name + ".tmp")
+        temporary.write_text(json.dumps({"split_hash": split.split_hash}) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+        return
+    held = json.loads(file.read_text(encoding="utf-8"))["split_hash"]
+    if held != split.split_hash:
+        raise ValueError(
+            f"{file} has split_hash {held} and this data {split.split_hash}: wanted the data that "
+            "the run began with"
+        )
+
+
+def _save_ids(ids: Ids, folder: Path) -> None:
+    # Whole or not at all: a resumed run takes over what it finds.
+    work = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    ids.save(work)
+    shutil.rmtree(folder, ignore_errors=True)
+    work.replace(folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train a recommender from a recipe."""
     parser = argparse.ArgumentParser(prog="python -m gr.training.train", description=main.__doc__)
+    add_data_options(parser)
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a JSON file")
-    parser.add_argument("--data", required=True, help="name of a data set, or a file of events")
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
     parser.add_argument("--progress", action="store_true", help="show a progress bar")
     options = parser.parse_args(arguments)
     recipe = find_recipe(options.recipe)
     run = train(
-        read_data(options.data),
+        read_data_options(options),
         recipe,
         options.output,
         resume=options.resume,

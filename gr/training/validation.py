@@ -54,10 +54,8 @@ class CatalogValidation:
         from gr.inference import Backbone, CatalogPlan, catalog_log_probs
         from gr.inference.histories import HistoryEncoder, Report
 
-        actions = self.tokenizer.vocabulary.actions
-        encoder = HistoryEncoder(
-            self.tokenizer, Backbone(model), actions[0] if actions else None, self.max_events
-        )
+        # No default action: an event without one reads [UNK] here as it does in training.
+        encoder = HistoryEncoder(self.tokenizer, Backbone(model), None, self.max_events)
         step = 8 * self.batch_size
         if self._encoded is None:
             self._encoded = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
 from gr.inference import Backbone, Prefix, prefill
@@ -129,6 +130,18 @@ def test_a_model_in_training_answers_as_in_evaluation(make_model: Callable[..., 
     model.train()
     torch.testing.assert_close(prefill(Backbone(model), **batch(False)).logits_BV, expected)
     assert model.training
+    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prefill(Backbone(model), **batch(False))
+    broken.remove()
+    assert all(module.training for module in model.modules())
+
+
+def test_learnt_prompts_are_refused(make_model: Callable[..., Any]) -> None:
+    """They live in the adapter's forward, which the branches do not go through."""
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(TypeError, match="wanted an adapter inside the layers"):
+        Backbone(get_peft_model(make_model("llama"), prompts))
 
 
 def test_eager_attention_takes_the_mask(make_model: Callable[..., Any]) -> None:

@@ -29,6 +29,11 @@ def test_beams_equal_our_own_even_under_a_chat_configuration(
         "top_p": 0.1,
         "temperature": 0.3,
         "repetition_penalty": 9.0,
+        "encoder_repetition_penalty": 3.0,
+        "renormalize_logits": True,
+        "guidance_scale": 2.0,
+        "begin_suppress_tokens": item_tokens[:5, 0].tolist(),
+        "forced_eos_token_id": 2,
     }.items():
         setattr(model.generation_config, name, value)
     excluded = [np.array([0, 1]), np.arange(50), np.arange(60)]

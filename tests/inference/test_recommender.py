@@ -242,9 +242,12 @@ def test_missing_actions_stand_for_the_default_one(
 @pytest.mark.parametrize(
     ("histories", "asked", "message"),
     [
-        (["i1", "i2"], None, "histories is one history"),
+        (["i1", "i2"], None, r"histories\[0\] is 'i1': wanted a list of histories"),
+        ([["i1"], "i12"], None, r"histories\[1\] is 'i12': wanted a list of histories"),
         ("i1", None, "histories is one history"),
         ([["i1"]], [1, 2], "request_times has 2 entries"),
+        ([["i1"], None], None, r"histories\[1\] is None"),
+        ([[]], [1000 * day(1)], r"request_times\[0\] is .*: wanted seconds, not milliseconds"),
         ([["i1"]], [day(1)], "has no timestamps: wanted both or neither"),
         ([[Event("i1", "like", day(3))]], [day(1)], r"request_times\[0\] is .* before the last"),
         ([[], [Event("i1", "love")]], None, r"histories\[1\]: events\[0\] has action 'love'"),
@@ -287,3 +290,34 @@ def test_scores_of_the_catalogue_are_log_probabilities(
     torch.testing.assert_close(scores.exp().sum(1), torch.ones(4))
     assert rec.score_catalog([]).shape == (0, 30)
     assert rec.retrieve([]) == rec.rank([], []) == rec.recommend([]) == []
+
+
+def test_recommenders_that_share_a_tokenizer_keep_their_own_items(
+    make_recommender: Callable[..., Recommender], make_tokenizer: Make
+) -> None:
+    rec = make_recommender()
+    before = rec.retrieve(HISTORIES, k=5)
+    other = Recommender(rec.model, rec.tokenizer, catalog=make_tokenizer((4, 5, 6), 12).catalog)
+    assert len(other.catalog) == 12 and len(rec.tokenizer.catalog or ()) == 30
+    assert rec.retrieve(HISTORIES, k=5) == before
+
+
+def test_single_ids_among_collections_are_refused(
+    make_recommender: Callable[..., Recommender],
+) -> None:
+    """ "i12" is a collection of three strings to Python, and never what the caller means."""
+    rec = make_recommender()
+    with pytest.raises(ValueError, match=r"candidates\[1\] is 'i12': wanted a collection"):
+        rec.rank([["i1"], ["i2"]], [["i1"], "i12"], "like")
+    with pytest.raises(ValueError, match=r"allowed\[1\] is 'i12': wanted a collection"):
+        rec.retrieve([["i1"], ["i2"]], allowed=[None, "i12"])
+
+
+def test_more_items_than_any_memory_holds(make_recommender: Callable[..., Recommender]) -> None:
+    rec = make_recommender()
+    assert len(rec.retrieve([[]], k=10**12)[0]) == len(rec.recommend([[]], k=10**12)[0]) == 30
+
+
+def test_a_folder_without_a_recommender_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no config.json: wanted a saved recommender"):
+        Recommender.from_pretrained(tmp_path)

@@ -50,6 +50,7 @@ def test_left_out_keys_keep_their_defaults() -> None:
             r"recipe.training.windows: unknown key 'max_event'",
         ),
         ({"model": {"hiden_size": 3}}, r"recipe.model: unknown key 'hiden_size' .*'hidden_size'"),
+        ({"model": {"hidden_size": "x"}}, r"recipe.model.hidden_size: 'x', wanted .* type int"),
         ({"model": {"vocab_size": 3}}, r"recipe.model.vocab_size: 3, wanted nothing"),
         ({"training": {"epochs": "ten"}}, r"recipe.training.epochs: 'ten', wanted .* type int"),
         ({"training": {"epochs": True}}, r"recipe.training.epochs: True, wanted .* type int"),

@@ -13,6 +13,7 @@ import torch
 from gr.data import Event, read_table
 from gr.eval import EvaluationSet
 from gr.inference import Recommender
+from gr.model import GRConfig, GRForCausalLM
 from gr.tokenizer import ResidualKMeans
 from gr.training import (
     BatchRecipe,
@@ -137,6 +138,12 @@ def test_the_command_line_and_its_refusals(
     train_main([*arguments, "--resume"])
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == weights
     replace(recipe, name="other").save(tmp_path / "recipe.json")
+    (tmp_path / "other.csv").write_text(events.read_text().replace(",i3,", ",i4,"))
+    arguments[arguments.index(str(events))] = str(tmp_path / "other.csv")
+    recipe.save(tmp_path / "recipe.json")
+    with pytest.raises(ValueError, match="wanted the data that the run began with"):
+        train_main([*arguments, "--resume"])
+    replace(recipe, name="other").save(tmp_path / "recipe.json")
     with pytest.raises(ValueError, match="is another recipe than the one to resume with"):
         train_main([*arguments, "--resume"])
     assert len(Recommender.from_pretrained(tmp_path / "run" / "model").catalog) == 20
@@ -179,3 +186,43 @@ def test_every_kind_of_ids(events: Path, kind: str) -> None:
 def test_text_without_metadata_is_refused(events: Path) -> None:
     with pytest.raises(ValueError, match="'text' needs item metadata, and the data has none"):
         build_ids(prepare(read_table(events), RECIPE.data), RECIPE.ids)
+
+
+def test_half_written_ids_are_not_taken_over(
+    events: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interactions = read_table(events, items=events.with_name("items.csv"))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ResidualKMeans, "save_pretrained", killed)
+        train(interactions, RECIPE, tmp_path / "run")
+    train(interactions, RECIPE, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "ids" / "quantizer").is_dir()
+
+
+def test_too_few_positions_for_the_windows_are_refused(events: Path, tmp_path: Path) -> None:
+    interactions = read_table(events, items=events.with_name("items.csv"))
+    recipe = replace(RECIPE, model={**RECIPE.model, "max_position_embeddings": 10})
+    with pytest.raises(ValueError, match="max_position_embeddings: 10, wanted at least 29 for"):
+        train(interactions, recipe, tmp_path / "run")
+
+
+def test_an_unknown_action_is_validated_as_it_is_trained(events: Path) -> None:
+    """[UNK] stands in its place, and no other action does."""
+    interactions = read_table(events, items=events.with_name("items.csv"))
+    data = prepare(interactions, RECIPE.data)
+    tokenizer = build_ids(data, replace(RECIPE.ids, actions=("like",))).tokenizer
+    validation = CatalogValidation(tokenizer, data.split.validation, max_events=6)
+    model = GRForCausalLM(
+        GRConfig(vocab_size=tokenizer.vocabulary.end, hidden_size=8, layer_types=["hstu"])
+    ).eval()
+    validation(model)
+    assert validation._encoded is not None
+    unknown = tokenizer.vocabulary.special_token("[UNK]")
+    actions = [row["action"][-6:] for row in data.split.validation]
+    encoded = [row for part in validation._encoded for row in part]
+    for names, row in zip(actions, encoded, strict=True):
+        assert (row.tokens == unknown).sum() == names.count("dislike")
