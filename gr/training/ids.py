@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from sklearn.preprocessing import normalize
 
 from gr.data import Interactions
 from gr.tokenizer import (
@@ -114,7 +115,10 @@ def item_embeddings(
     """
     if recipe.kind == "atomic":
         return np.arange(n_items, dtype=np.float32)[:, None]
-    parts = [_source(e, recipe.seed, metadata, histories, n_items) for e in recipe.embeddings]
+    parts = []
+    for source in recipe.embeddings:
+        part = _source(source, recipe.seed, metadata, histories, n_items)
+        parts.append(normalize(part) if source.unit_rows else part)
     joined: npt.NDArray[np.float32] = join_embeddings(parts, [e.weight for e in recipe.embeddings])
     return joined
 

@@ -51,6 +51,8 @@ class EmbeddingRecipe:
         dimension: columns.
         window: events that co-occurring items may lie apart; None: the whole history.
         model: name or folder of a sentence-transformers model; None for TF-IDF.
+        unit_rows: give every item's row length 1 first, so that how often an item occurs does not
+            decide how far it lies from the others.
     """
 
     source: Literal["cooccurrence", "text"] = "cooccurrence"
@@ -58,6 +60,7 @@ class EmbeddingRecipe:
     dimension: int = 64
     window: int | None = 10
     model: str | None = None
+    unit_rows: bool = True
 
 
 @dataclass(frozen=True)

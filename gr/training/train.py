@@ -91,7 +91,7 @@ def train(
         data.has_clock,
     )
     set_seed(training.seed)
-    model = GRForCausalLM(model_config(recipe, tokenizer))
+    model = GRForCausalLM(model_config(recipe, tokenizer, data.has_clock))
     validation = CatalogValidation(
         tokenizer,
         data.split.validation,
@@ -124,11 +124,14 @@ def train(
     return TrainedRun(folder, data, model, tokenizer, trainer)
 
 
-def model_config(recipe: Recipe, tokenizer: SemanticIdTokenizer) -> GRConfig:
+def model_config(
+    recipe: Recipe, tokenizer: SemanticIdTokenizer, has_clock: bool = True
+) -> GRConfig:
     """The model's configuration: the recipe's arguments and what the vocabulary decides.
 
     Unless the recipe says otherwise, positions are as many as a window of ``max_events`` needs,
-    and a candidate with its action after it.
+    and a candidate with its action after it. Data without a clock makes a model without tables for
+    time, which would otherwise keep the noise they start with.
 
     Raises:
         ValueError: fewer positions than that, or anything ``GRConfig`` refuses.
@@ -142,6 +145,12 @@ def model_config(recipe: Recipe, tokenizer: SemanticIdTokenizer) -> GRConfig:
             f"recipe.model.max_position_embeddings: {options['max_position_embeddings']}, wanted "
             f"at least {positions} for windows of {recipe.training.windows.max_events} events"
         )
+    if not has_clock and "hstu" in (options.get("layer_types") or ["hstu"]):
+        blocks = dict(options.get("block_options") or {})
+        if blocks.get("hstu", {}).get("bias", "position_time") == "position_time":
+            options["block_options"] = blocks | {
+                "hstu": {**blocks.get("hstu", {}), "bias": "position"}
+            }
     return GRConfig(vocab_size=vocabulary.end, vocabulary=vocabulary.to_dict(), **options)
 
 

@@ -226,3 +226,31 @@ def test_an_unknown_action_is_validated_as_it_is_trained(events: Path) -> None:
     encoded = [row for part in validation._encoded for row in part]
     for names, row in zip(actions, encoded, strict=True):
         assert (row.tokens == unknown).sum() == names.count("dislike")
+
+
+def test_data_without_a_clock_makes_a_model_without_time_tables(
+    events: Path, tmp_path: Path
+) -> None:
+    ordered = tmp_path / "ordered.csv"
+    ordered.write_text(events.read_text().replace("timestamp", "order"))
+    recipe = replace(
+        RECIPE,
+        ids=replace(RECIPE.ids, embeddings=(EmbeddingRecipe(dimension=4),)),
+        training=replace(RECIPE.training, epochs=1),
+    )
+    run = train(read_table(ordered), recipe, tmp_path / "run")
+    assert not any("time_bias" in name for name, _ in run.model.named_parameters())
+    assert any("position_bias" in name for name, _ in run.model.named_parameters())
+
+
+def test_unit_rows_forget_how_often_an_item_occurs(events: Path) -> None:
+    data = prepare(read_table(events), RECIPE.data)
+    plain = replace(RECIPE.ids, embeddings=(EmbeddingRecipe(dimension=4, unit_rows=False),))
+    unit = replace(RECIPE.ids, embeddings=(EmbeddingRecipe(dimension=4),))
+    long, short = build_ids(data, plain).embeddings, build_ids(data, unit).embeddings
+    length = np.linalg.norm(long, axis=1)
+    assert length.max() > 1.1 * length.min()
+    np.testing.assert_allclose(
+        short / np.linalg.norm(short, axis=1, keepdims=True), long / length[:, None], atol=1e-5
+    )
+    np.testing.assert_allclose(np.linalg.norm(short, axis=1), 1, atol=1e-5)
