@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from gr.training.recipe import (
@@ -19,35 +20,47 @@ from gr.training.recipe import (
 # MovieLens' half of the scale: 4 and 5 stars are a like.
 LIKES = (("like", 4.0, None), ("dislike", None, 4.0))
 
+# Residual k-means over what is watched together and what the items are called.
+SEMANTIC_IDS = IdsRecipe(
+    levels=(32, 256),
+    embeddings=(
+        EmbeddingRecipe("cooccurrence", window=None),
+        EmbeddingRecipe("cooccurrence", window=10),
+        EmbeddingRecipe("text", weight=0.09, dimension=48),
+    ),
+    collisions="reassign",
+    actions=("like", "dislike"),
+)
+
+# Cosine logits over a temperature, as in HSTU's published retrieval recipe; embeddings times √D.
+HSTU = {
+    "hidden_size": 64,
+    "num_attention_heads": 1,
+    "embedding_scale": 8.0,
+    "dropout": 0.3,
+    "final_norm": "none",
+    "item_loss": "level",
+    "l2_normalize": True,
+}
+
 HSTU_SID = Recipe(
     name="hstu-sid",
     data=DataRecipe(actions_from_value=LIKES),
-    ids=IdsRecipe(
-        levels=(64, 64),
-        embeddings=(
-            EmbeddingRecipe("cooccurrence", window=None),
-            EmbeddingRecipe("cooccurrence", window=10),
-            EmbeddingRecipe("text", weight=0.09, dimension=48),
-        ),
-        collisions="reassign",
-        actions=("like", "dislike"),
-    ),
+    ids=SEMANTIC_IDS,
     model={
-        "hidden_size": 64,
-        "num_attention_heads": 1,
-        "layer_types": ["hstu", "hstu"],
+        **HSTU,
+        "layer_types": ["hstu"] * 3,
         "block_options": {"hstu": {"norm_length": 304.0}},
-        "dropout": 0.2,
-        "item_loss": "level",
         "head_bias": True,
-        "action_loss_weight": 0.1,
+        "logit_temperature": 0.06,
+        "action_loss_weight": 0.2,
     },
     training=TrainingRecipe(
-        epochs=16,
+        epochs=20,
         windows=WindowRecipe(max_events=100, random_cuts=True),
-        batches=BatchRecipe(tokens=2048),
-        optimizer=OptimizerRecipe(learning_rate=2e-3),
-        selection=SelectionRecipe(every=4, first=4),
+        batches=BatchRecipe(tokens=1024),
+        optimizer=OptimizerRecipe(learning_rate=3e-3),
+        selection=SelectionRecipe(every=4, first=8, ema_decay=0.998),
     ),
 )
 
@@ -56,15 +69,9 @@ HSTU_ATOMIC = Recipe(
     data=DataRecipe(actions_from_value=LIKES),
     ids=IdsRecipe(kind="atomic", embeddings=()),
     model={
-        "hidden_size": 64,
-        "num_attention_heads": 1,
-        "layer_types": ["hstu", "hstu"],
+        **HSTU,
+        "layer_types": ["hstu"] * 2,
         "block_options": {"hstu": {"norm_length": 203.0}},
-        "embedding_scale": 8.0,
-        "dropout": 0.3,
-        "item_loss": "level",
-        "final_norm": "none",
-        "l2_normalize": True,
         "logit_temperature": 0.05,
     },
     training=TrainingRecipe(
@@ -76,10 +83,22 @@ HSTU_ATOMIC = Recipe(
     ),
 )
 
-PRESETS: dict[str, Recipe] = {recipe.name: recipe for recipe in (HSTU_SID, HSTU_ATOMIC)}
+# For a table of user, item and time and nothing else.
+HSTU_SID_ITEMS = replace(
+    HSTU_SID,
+    name="hstu-sid-items",
+    data=DataRecipe(),
+    ids=replace(SEMANTIC_IDS, embeddings=SEMANTIC_IDS.embeddings[:2], actions=()),
+    model={**HSTU_SID.model, "block_options": {"hstu": {"norm_length": 203.0}}},
+)
+
+PRESETS: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (HSTU_SID, HSTU_SID_ITEMS, HSTU_ATOMIC)
+}
 
 DESCRIPTIONS: dict[str, str] = {
     "hstu-sid": "semantic IDs and actions through HSTU blocks: retrieves and ranks",
+    "hstu-sid-items": "the same for a table of user, item and time: retrieves only",
     "hstu-atomic": "one token per item through HSTU blocks: the classic sequential model",
 }
 
