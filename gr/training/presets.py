@@ -54,9 +54,10 @@ HSTU_SID = Recipe(
         "head_bias": True,
         "logit_temperature": 0.06,
         "action_loss_weight": 0.2,
+        "dropout": 0.2,
     },
     training=TrainingRecipe(
-        epochs=20,
+        epochs=16,
         windows=WindowRecipe(max_events=100, random_cuts=True),
         batches=BatchRecipe(tokens=1024),
         optimizer=OptimizerRecipe(learning_rate=3e-3),
