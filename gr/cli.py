@@ -82,7 +82,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Train, evaluate and try a recommender on MovieLens 100K, in a few minutes on two cores."""
-    from gr.console import ERR, OUT, example_table, fields_table, print_json, retrieval_table
+    from gr.console import ERR, OUT, example_table, metrics_table, print_json, retrieval_table
     from gr.demo import run_demo
 
     def say(line: str) -> None:
@@ -94,7 +94,7 @@ def demo(
         print_json(result.metrics)
         return
     OUT.print(retrieval_table(result.metrics["retrieval"]))
-    OUT.print(fields_table("Ranking: p(like) of held-out events", result.ranking.to_dict()))
+    OUT.print(metrics_table("Ranking: p(like) of held-out events", result.ranking.to_dict()))
     for example in result.examples:
         OUT.print(example_table(example))
     OUT.print(f"{result.split_summary}")

@@ -33,21 +33,36 @@ def fields_table(title: str, fields: Mapping[str, Any]) -> Table:
 
 def retrieval_table(
     retrieval: Mapping[str, Mapping[str, float]],
-    columns: Sequence[str] = ("HR@10", "NDCG@10", "MRR@10", "HR@50", "coverage@10"),
+    columns: Sequence[str] = ("HR@10", "NDCG@10", "HR@50", "coverage@10"),
 ) -> Table:
-    """One row per model; HR@10 with its interval."""
+    """One row per model; the first column with its interval."""
     table = Table(title="Retrieval on the whole catalogue", title_justify="left")
-    table.add_column("model")
-    for name in columns:
-        table.add_column(name, justify="right")
+    table.add_column("model", no_wrap=True)
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="right", no_wrap=True)
+        if at == 0:
+            table.add_column("interval", no_wrap=True)
     for model, values in retrieval.items():
-        cells = []
-        for name in columns:
-            cell = f"{values[name]:.4f}" if name in values else "–"
-            if name == "HR@10" and "HR@10_low" in values:
-                cell += f" [{values['HR@10_low']:.3f}, {values['HR@10_high']:.3f}]"
-            cells.append(cell)
-        table.add_row(escape(model), *cells)
+        cells = [f"{values[name]:.4f}" if name in values else "–" for name in columns]
+        table.add_row(escape(model), cells[0], interval(values, columns[0]), *cells[1:])
+    return table
+
+
+def interval(values: Mapping[str, float], metric: str) -> str:
+    """A metric's bootstrap interval, or nothing where it has none."""
+    low, high = values.get(f"{metric}_low"), values.get(f"{metric}_high")
+    return "" if low is None or high is None else f"{low:.3f} – {high:.3f}"
+
+
+def metrics_table(title: str, values: Mapping[str, float]) -> Table:
+    """One row per metric with its interval; counts last."""
+    table = Table(title=escape(title), title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    for name, value in values.items():
+        if not name.endswith(("_low", "_high")):
+            table.add_row(escape(name), shown(value), interval(values, name))
     return table
 
 
@@ -55,17 +70,17 @@ def example_table(example: ExampleUser) -> Table:
     """A user's newest events beside their recommendations; ✓ marks what came next."""
     title = f"User {example.user_id} ({example.history_length} events), next: {example.target}"
     table = Table(title=escape(title), title_justify="left")
-    table.add_column("history, oldest first")
-    table.add_column("recommended, best first")
+    for heading in ("history, oldest first", "recommended, best first"):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", ratio=1)
     for row in range(max(len(example.history), len(example.recommendations))):
         left = right = ""
         if row < len(example.history):
             event = example.history[row]
-            left = f"{escape(event.title)} [dim]{escape(event.note)}[/dim]"
+            left = f"[dim]{escape(event.note):8}[/dim]{escape(event.title)}"
         if row < len(example.recommendations):
             item = example.recommendations[row]
-            mark = " [green]✓[/green]" if item.is_target else ""
-            right = f"{escape(item.title)} [dim]{escape(item.note)}[/dim]{mark}"
+            mark = "[green]✓[/green] " if item.is_target else ""
+            right = f"[dim]{escape(item.note):7}[/dim]{mark}{escape(item.title)}"
         table.add_row(left, right)
     return table
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from datasets import concatenate_datasets
 
 from gr.data import load
 from gr.eval import (
@@ -31,6 +30,7 @@ from gr.eval import (
     evaluate_actions,
     evaluate_recommender,
     histories_of,
+    one_request,
     write_report,
 )
 from gr.eval.baselines import evaluate_baselines
@@ -100,8 +100,7 @@ def run_demo(
     for name in ("hstu-atomic", "hstu-sid"):
         served = Recommender.from_pretrained(runs[name].folder / "model")
         retrieval[name] = evaluate_recommender(served, data.split.test)
-    # Both held-out events of a user, so that GAUC has pairs to order.
-    held_out = concatenate_datasets([data.split.validation, data.split.test])
+    held_out = one_request(data.split.validation, data.split.test)
     ranking = evaluate_actions(recommender, held_out, "like")
 
     facts = {
@@ -197,7 +196,8 @@ def _notes(retrieval: RetrievalResult, ranking: RankingResult) -> Sequence[str]:
         f"{counts['seen_targets']}; unknown to the catalogue: {counts['unknown_targets']}.",
         "Each model was selected on the validation event; the test event was read once. A request "
         "is made at the time of its target, which HSTU's time bias reads.",
-        f"Ranking: p(like) for {events['events']:,} held-out events (two per user); GAUC over the "
-        f"{events['gauc_users']:,} users who have one of each kind.",
+        f"Ranking: p(like) for {events['events']:,} held-out events, the two of a user as "
+        "candidates of one request; GAUC over the "
+        f"{events['gauc_users']:,} users who liked one of them.",
         "Intervals are 95 % bootstrap intervals over users.",
     ]

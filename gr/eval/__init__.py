@@ -27,7 +27,12 @@ from gr.eval.protocol import (
     evaluate_retrieval,
     paired_difference,
 )
-from gr.eval.recommender import evaluate_actions, evaluate_recommender, histories_of
+from gr.eval.recommender import (
+    evaluate_actions,
+    evaluate_recommender,
+    histories_of,
+    one_request,
+)
 from gr.eval.report import (
     ExampleUser,
     Recommendation,
@@ -67,6 +72,7 @@ __all__ = [
     "hit_rate",
     "mean_intervals",
     "normalized_entropy",
+    "one_request",
     "paired_difference",
     "ranking_intervals",
     "ranking_metrics",

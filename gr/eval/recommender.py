@@ -19,6 +19,8 @@ from gr.eval.protocol import evaluate_retrieval as evaluate_scores
 from gr.eval.rows import EvaluationBatch, EvaluationSet
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from gr.inference import Recommender
 
 
@@ -90,6 +92,27 @@ def evaluate_recommender(
 
     evaluated = EvaluationSet.from_rows(rows, recommender.catalog)
     return evaluate_scores(answer, evaluated, protocol, progress=progress)
+
+
+def one_request(validation: Dataset, test: Dataset) -> Dataset:
+    """Both held-out events of every leave-one-out user as candidates of one request.
+
+    The request is made at the time of the validation event, with the history before it. Asked one
+    after the other, the second would know how the first went; and since a user counts in GAUC only
+    where the two went differently, that knowledge points the wrong way.
+
+    Raises:
+        ValueError: the two parts are not about the same users in the same order.
+    """
+    from datasets import concatenate_datasets
+
+    if validation["user_id"][:] != test["user_id"][:]:
+        raise ValueError("validation and test are of other users: wanted the parts of one split")
+    known = validation.remove_columns(["target_item_id", "target_action"])
+    later = concatenate_datasets(
+        [known, test.select_columns(["target_item_id", "target_action"])], axis=1
+    )
+    return concatenate_datasets([validation, later.select_columns(validation.column_names)])
 
 
 def evaluate_actions(

@@ -53,7 +53,7 @@ HSTU_SID = Recipe(
         "block_options": {"hstu": {"norm_length": 304.0}},
         "head_bias": True,
         "logit_temperature": 0.06,
-        "action_loss_weight": 0.2,
+        "action_loss_weight": 0.5,
         "dropout": 0.2,
     },
     training=TrainingRecipe(

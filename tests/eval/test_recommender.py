@@ -22,6 +22,7 @@ from gr.eval import (
     evaluate_ranking,
     evaluate_recommender,
     histories_of,
+    one_request,
 )
 from gr.inference import Recommender
 from gr.model import GRConfig, GRForCausalLM
@@ -253,3 +254,35 @@ def test_histories_of_a_batch() -> None:
     assert histories_of(bare, ("like",), True) == [[Event("i0")]]
     with pytest.raises(ValueError, match=r"build the rows with EvaluationSet\.from_rows"):
         histories_of(EvaluationBatch(["u"], [np.array([0])]), (), True)
+
+
+def test_one_request_asks_about_both_events_with_the_history_before_them() -> None:
+    shared = {"user_id": ["a", "b"], "timestamp": [[1], [2]]}
+    validation = datasets.Dataset.from_dict(
+        shared
+        | {
+            "item_id": [["i1"], ["i2"]],
+            "action": [["like"], ["skip"]],
+            "target_item_id": ["i3", "i4"],
+            "target_action": ["like", "skip"],
+            "target_timestamp": [5, 6],
+        }
+    )
+    test = datasets.Dataset.from_dict(
+        shared
+        | {
+            "item_id": [["i1", "i3"], ["i2", "i4"]],
+            "action": [["like", "like"], ["skip", "skip"]],
+            "target_item_id": ["i5", "i6"],
+            "target_action": ["skip", "like"],
+            "target_timestamp": [7, 8],
+        }
+    )
+    rows = one_request(validation, test)
+    assert rows["user_id"][:] == ["a", "b", "a", "b"]
+    assert rows["item_id"][:] == [["i1"], ["i2"], ["i1"], ["i2"]]
+    assert rows["target_item_id"][:] == ["i3", "i4", "i5", "i6"]
+    assert rows["target_action"][:] == ["like", "skip", "skip", "like"]
+    assert rows["target_timestamp"][:] == [5, 6, 5, 6]
+    with pytest.raises(ValueError, match="other users"):
+        one_request(validation, test.select([1, 0]))
