@@ -243,11 +243,14 @@ def evaluate(
     beams: Annotated[
         int | None, typer.Option(help="Retrieve with that many beams; none scores every item.")
     ] = None,
+    bare: Annotated[
+        bool, typer.Option(help="Ask with item ids alone, without actions and times.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Retrieval metrics of a trained recommender beside three baselines, on the same split."""
-    from gr.console import OUT, print_json, retrieval_table
-    from gr.eval import evaluate_recommender
+    from gr.console import OUT, difference_line, print_json, retrieval_table
+    from gr.eval import evaluate_recommender, paired_difference
     from gr.eval.baselines import evaluate_baselines
     from gr.inference import Recommender
     from gr.training.prepare import parse_columns, prepare, read_data
@@ -262,13 +265,25 @@ def evaluate(
         rows = getattr(prepared.split, part)
         results = evaluate_baselines(prepared.split.train, rows, recommender.catalog)
         results[run.name] = evaluate_recommender(
-            recommender, rows, prepared.has_clock, num_beams=beams
+            recommender, rows, prepared.has_clock, num_beams=beams, bare=bare
         )
+        ahead = {
+            metric: paired_difference(results[run.name], results["recency-knn"], metric)
+            for metric in ("HR@10", "NDCG@10")
+        }
     metrics = {name: result.to_dict() for name, result in results.items()}
     if json:
-        print_json({"split_hash": prepared.split.split_hash, "retrieval": metrics})
+        print_json(
+            {
+                "split_hash": prepared.split.split_hash,
+                "retrieval": metrics,
+                "minus_recency_knn": ahead,
+            }
+        )
     else:
         OUT.print(retrieval_table(metrics))
+        for metric, difference in ahead.items():
+            OUT.print(difference_line(run.name, "recency-knn", metric, difference))
         OUT.print(prepared.split.summary())
 
 

@@ -54,6 +54,16 @@ def interval(values: Mapping[str, float], metric: str) -> str:
     return "" if low is None or high is None else f"{low:.3f} – {high:.3f}"
 
 
+def difference_line(
+    model: str, baseline: str, metric: str, difference: tuple[float, float, float]
+) -> str:
+    """A paired difference (mean, low, high) of two models over the same users."""
+    mean, low, high = difference
+    return (
+        f"{metric}: {escape(model)} − {escape(baseline)} = {mean:+.4f} ({low:+.4f} … {high:+.4f})"
+    )
+
+
 def metrics_table(title: str, values: Mapping[str, float]) -> Table:
     """One row per metric with its interval; counts last."""
     table = Table(title=escape(title), title_justify="left", show_header=False)

@@ -165,6 +165,12 @@ def test_evaluate(world: World) -> None:
     exact, served = answer(*validation), answer(*validation, "--beams", "50")
     assert served["retrieval"]["run"]["MRR@50"] == exact["retrieval"]["run"]["MRR@50"]
     assert exact["retrieval"]["run"] != found["retrieval"]["run"]
+    models = found["retrieval"]
+    mean, low, high = found["minus_recency_knn"]["HR@10"]
+    assert mean == pytest.approx(models["run"]["HR@10"] - models["recency-knn"]["HR@10"])
+    assert low <= mean <= high
+    bare = answer("evaluate", world.run, *world.data, "--bare")["retrieval"]
+    assert bare["run"] != models["run"] and bare["recency-knn"] == models["recency-knn"]
     shown = gr("evaluate", world.run, *world.data)
     assert shown.exit_code == 0 and found["split_hash"] in shown.stdout
     told = refusal("evaluate", world.run, *world.data, "--part", "train")

@@ -56,6 +56,7 @@ def evaluate_recommender(
     has_clock: bool = True,
     protocol: RetrievalProtocol | None = None,
     num_beams: int | None = None,
+    bare: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> RetrievalResult:
     """Retrieval quality on split rows, by exact scores of every item, or by beams as served.
@@ -63,6 +64,7 @@ def evaluate_recommender(
     Args:
         rows: validation or test part of a split.
         num_beams: None scores the whole catalogue; a number retrieves with that many beams.
+        bare: ask with item ids alone, without actions and times.
 
     Raises:
         ValueError: beams under a protocol that excludes seen items but keeps a seen target: a
@@ -77,8 +79,11 @@ def evaluate_recommender(
     actions = recommender.vocabulary.actions
 
     def answer(batch: EvaluationBatch) -> Tensor | list[Any]:
-        histories = histories_of(batch, actions, has_clock)
+        histories: list[Any] = histories_of(batch, actions, has_clock)
         times = batch.request_times if has_clock else None
+        if bare:
+            histories = [[event.item_id for event in history] for history in histories]
+            times = None
         if num_beams is None:
             return recommender.score_catalog(histories, times)
         depth = max(*protocol.ks, protocol.curve_k)

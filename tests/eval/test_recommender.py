@@ -286,3 +286,20 @@ def test_one_request_asks_about_both_events_with_the_history_before_them() -> No
     assert rows["target_timestamp"][:] == [5, 6, 5, 6]
     with pytest.raises(ValueError, match="other users"):
         one_request(validation, test.select([1, 0]))
+
+
+def test_bare_histories_are_asked_by_their_item_ids_alone(recommender: Recommender) -> None:
+    rows = make_rows()
+    asked: list[Any] = []
+
+    class Listener:
+        vocabulary, catalog = recommender.vocabulary, recommender.catalog
+
+        def score_catalog(self, histories: list[Any], times: Any) -> torch.Tensor:
+            asked.append((histories, times))
+            return recommender.score_catalog(histories, times)
+
+    evaluate_recommender(cast(Recommender, Listener()), rows, bare=True)
+    (histories, times) = asked[0]
+    assert times is None
+    assert histories == [row["item_id"] for row in rows]
