@@ -96,12 +96,7 @@ class RetrievalResult:
 
     def to_dict(self) -> dict[str, float]:
         """Flat numbers for `metrics.json`: each metric, its `_low` and `_high`, and the counts."""
-        bounds = {
-            f"{name}_{side}": value
-            for name, interval in self.intervals.items()
-            for side, value in zip(("low", "high"), interval, strict=True)
-        }
-        return {**self.metrics, **bounds, **self.counts}
+        return _flat(self.metrics, self.intervals, self.counts)
 
 
 def evaluate_retrieval(
@@ -195,12 +190,7 @@ class RankingResult:
 
     def to_dict(self) -> dict[str, float]:
         """Flat numbers for `metrics.json`, as `RetrievalResult.to_dict`."""
-        bounds = {
-            f"{name}_{side}": value
-            for name, interval in self.intervals.items()
-            for side, value in zip(("low", "high"), interval, strict=True)
-        }
-        return {**self.metrics, **bounds, **self.counts}
+        return _flat(self.metrics, self.intervals, self.counts)
 
 
 def evaluate_ranking(
@@ -233,6 +223,17 @@ def evaluate_ranking(
             "gauc_events_left_out": grouped.events_left_out,
         },
     )
+
+
+def _flat(
+    metrics: dict[str, float], intervals: dict[str, tuple[float, float]], counts: dict[str, int]
+) -> dict[str, float]:
+    bounds = {
+        f"{name}_{side}": value
+        for name, interval in intervals.items()
+        for side, value in zip(("low", "high"), interval, strict=True)
+    }
+    return {**metrics, **bounds, **counts}
 
 
 def _asker(
