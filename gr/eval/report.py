@@ -28,6 +28,7 @@ import jinja2
 import numpy as np
 import numpy.typing as npt
 
+from gr.data.whole_file import whole_file
 from gr.eval import figures
 from gr.eval.protocol import RankingResult, RetrievalResult
 
@@ -265,11 +266,6 @@ def _data_uri(svg: str) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Writes beside the target and renames: a reader never sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

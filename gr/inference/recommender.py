@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from gr.data.whole_file import whole_file
 from gr.inference.branches import Backbone, Prefix
 from gr.inference.constraint import RowFilter, build_filter
 from gr.inference.exhaustive import CatalogPlan, catalog_log_probs
@@ -159,9 +160,8 @@ class Recommender:
         self.tokenizer.save_pretrained(path)
         self.trie.save(path / TRIE_NAME)
         options = {"default_action": self.default_action, "max_events": self._given_max_events}
-        temporary = path / (OPTIONS_NAME + ".tmp")
-        temporary.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path / OPTIONS_NAME)
+        with whole_file(path / OPTIONS_NAME) as temporary:
+            temporary.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
 
     # ---- questions ---------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """The one place that knows what transformers calls a key/value cache.
 
 Up to transformers 5.17 a decoder's forward takes ``past_key_values`` and returns it under that
-name; from 5.24 on the name is ``cache``. ``DynamicCache.crop`` changed its argument in between,
-from the length to keep to the number of tokens to remove.
+name; from 5.24 on the name is ``cache``.
 """
 
 from __future__ import annotations
@@ -62,12 +61,3 @@ def layer_tensors(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
     held = cache.layers[layer]
     assert isinstance(held, DynamicLayer) and held.keys is not None and held.values is not None
     return held.keys, held.values
-
-
-def crop_cache(cache: DynamicCache, length: int) -> None:
-    """Keep the first ``length`` tokens of every layer, in place."""
-    for layer in cache.layers:
-        assert isinstance(layer, DynamicLayer)
-        if layer.keys is not None and layer.values is not None:
-            layer.keys = layer.keys[..., :length, :]
-            layer.values = layer.values[..., :length, :]

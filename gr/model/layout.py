@@ -7,7 +7,7 @@ branch nodes (the last A keys, the queries among them).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import torch
@@ -96,15 +96,6 @@ class Layout:
         if key not in self._derived:
             self._derived[key] = compute()
         return cast(T, self._derived[key])
-
-    def to(self, device: torch.device) -> Layout:
-        """The same layout with every tensor on ``device``."""
-        moved = {
-            part.name: value.to(device)
-            for part in fields(self)
-            if isinstance(value := getattr(self, part.name), Tensor)
-        }
-        return replace(self, _derived={}, **moved)  # type: ignore[arg-type]  # tensors by name
 
 
 def causal_layout(

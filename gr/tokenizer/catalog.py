@@ -19,6 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gr.data.whole_file import whole_file
+
 IntArray = npt.NDArray[np.int64]
 
 PARQUET_NAME = "catalog.parquet"
@@ -270,18 +272,16 @@ class Catalog:
         if self.metadata is not None:
             for name in self.metadata.column_names:
                 columns[_META + name] = self.metadata.column(name)
-        temporary = path / (PARQUET_NAME + ".tmp")
-        pq.write_table(pa.table(columns), temporary)
-        os.replace(temporary, path / PARQUET_NAME)
+        with whole_file(path / PARQUET_NAME) as temporary:
+            pq.write_table(pa.table(columns), temporary)
         about = {
             "format": _FORMAT,
             "items": len(self),
             "level_sizes": [[t, list(ks)] for t, ks in self.level_sizes.items()],
             "policy": self.policy,
         }
-        temporary = path / (JSON_NAME + ".tmp")
-        temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path / JSON_NAME)
+        with whole_file(path / JSON_NAME) as temporary:
+            temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Catalog:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gr.data.whole_file import whole_file
 from gr.tokenizer.catalog import Catalog
 from gr.tokenizer.quantizers.base import (
     FloatArray,
@@ -233,9 +234,8 @@ def _figure(path: Path, draw: Any, report: QualityReport, panels: int) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     draw(report, list(axes))
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
     return path
 
 

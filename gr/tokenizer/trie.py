@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gr.data.whole_file import whole_file
 from gr.tokenizer.catalog import Catalog
 from gr.tokenizer.vocabulary import SidVocabulary
 
@@ -209,9 +210,8 @@ class ItemTrie:
         target = Path(path)
         arrays = {name: getattr(self, name).cpu().contiguous() for name in _TENSORS}
         arrays["about"] = torch.tensor([self.first_token, self.checksum])
-        temporary = target.with_name(target.name + ".tmp")
-        save_file(arrays, temporary)
-        os.replace(temporary, target)
+        with whole_file(target) as temporary:
+            save_file(arrays, temporary)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ItemTrie:

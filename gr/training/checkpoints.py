@@ -16,6 +16,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from gr.data.whole_file import whole_file
+
 MARKER = "complete.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -27,9 +29,8 @@ def checkpoint_folder(run: str | os.PathLike[str], step: int) -> Path:
 
 def mark_complete(checkpoint: Path, step: int) -> None:
     """Declare a checkpoint whole."""
-    temporary = checkpoint / (MARKER + ".tmp")
-    temporary.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
-    os.replace(temporary, checkpoint / MARKER)
+    with whole_file(checkpoint / MARKER) as temporary:
+        temporary.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
 
 
 def complete_checkpoints(run: str | os.PathLike[str]) -> dict[int, Path]:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from gr.data.whole_file import whole_file
+
 T = TypeVar("T")
 
 
@@ -310,9 +312,8 @@ class Recipe:
         """Write JSON; the file appears whole or not at all."""
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(file.name + ".tmp")
-        temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
+        with whole_file(file) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:

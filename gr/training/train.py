@@ -23,6 +23,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
 from gr.data import Interactions, Split
+from gr.data.whole_file import whole_file
 from gr.model import GRConfig, GRForCausalLM
 from gr.tokenizer import SemanticIdTokenizer
 from gr.training.arguments import training_arguments
@@ -177,9 +178,9 @@ def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:
 def _claim_data(folder: Path, split: Split) -> None:
     file = folder / "split.json"
     if not file.is_file():
-        temporary = file.with_name(file.name + ".tmp")
-        temporary.write_text(json.dumps({"split_hash": split.split_hash}) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
+        text = json.dumps({"split_hash": split.split_hash}) + "\n"
+        with whole_file(file) as temporary:
+            temporary.write_text(text, encoding="utf-8")
         return
     held = json.loads(file.read_text(encoding="utf-8"))["split_hash"]
     if held != split.split_hash:

@@ -37,6 +37,7 @@ from transformers import (
 )
 from transformers.trainer_utils import TrainOutput
 
+from gr.data.whole_file import whole_file
 from gr.model import GRForCausalLM
 from gr.training.arguments import decay_names, learning_rate_factor, training_arguments
 from gr.training.checkpoints import (
@@ -344,9 +345,8 @@ class GRTrainer(Trainer):
             "loss": self.step_losses,
             "validation": self.validations,
         }
-        temporary = file.with_name(file.name + ".tmp")
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
+        with whole_file(file) as temporary:
+            temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 class _RunCallback(TrainerCallback):

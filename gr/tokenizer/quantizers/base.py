@@ -17,6 +17,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from gr.data.whole_file import whole_file
 from gr.tokenizer.vocabulary import IntArray
 
 FloatArray = npt.NDArray[np.float32]
@@ -91,13 +92,11 @@ class Quantizer(ABC):
         arrays, settings = self._state()
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        temporary = path / (WEIGHTS_NAME + ".tmp")
-        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, temporary)
-        os.replace(temporary, path / WEIGHTS_NAME)
+        with whole_file(path / WEIGHTS_NAME) as temporary:
+            save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, temporary)
         about = {"kind": self.kind, "level_sizes": list(self.level_sizes), **settings}
-        temporary = path / (JSON_NAME + ".tmp")
-        temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path / JSON_NAME)
+        with whole_file(path / JSON_NAME) as temporary:
+            temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> Quantizer:
