@@ -5,7 +5,16 @@ Importing this package makes ``AutoConfig``, ``AutoModel``, ``AutoModelForCausal
 """
 
 from gr.data import Event, Interactions, load
-from gr.inference import Recommender, Scored, TrieLogitsProcessor
+from gr.inference import (
+    BeamOptions,
+    CatalogSubset,
+    Recommender,
+    Scored,
+    Session,
+    TextTrieLogitsProcessor,
+    TrieLogitsProcessor,
+    UserStateStore,
+)
 from gr.model import GRConfig, GRForCausalLM, GRModel
 from gr.model import register as _register_model
 from gr.tokenizer import Catalog, ItemTrie, ResidualKMeans, SemanticIdTokenizer
@@ -14,7 +23,9 @@ from gr.tokenizer import register as _register_tokenizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "BeamOptions",
     "Catalog",
+    "CatalogSubset",
     "Event",
     "GRConfig",
     "GRForCausalLM",
@@ -25,7 +36,10 @@ __all__ = [
     "ResidualKMeans",
     "Scored",
     "SemanticIdTokenizer",
+    "Session",
+    "TextTrieLogitsProcessor",
     "TrieLogitsProcessor",
+    "UserStateStore",
     "load",
 ]
 

@@ -7,12 +7,13 @@ itself, and nothing else. Re-parenting a beam is a row of the ancestor mask, so 
 per beam or reordered.
 
     histories --prefill--> Prefix --branch()--> Branches --append(tokens, parents)--> logits
-                              |                                                ^
-                              +--branch()--> Branches (any number, from one prefill)
+                             |  |                                              ^
+                             |  +--branch()--> Branches (any number, from one prefill)
+                             +--extend(new events)--> Prefix (reads the new events only)
 
-Legend: B users of a batch, P tokens of the longest history (padded on the right), N nodes appended
-by one call, A nodes appended so far, K = P + A keys, J queries whose logits are wanted, V
-vocabulary.
+Legend: B users of a batch, P keys of a prefix (tokens of the longest history and padding), M tokens
+by which it is extended, N nodes appended by one call, A nodes appended so far, K = P + A keys, J
+queries whose logits are wanted, V vocabulary.
 
 A row's result does not depend on its batch mates: padding is never visible, the position of a node
 is the row's own length plus its depth, and its time is the row's own request time.
@@ -20,17 +21,24 @@ is the row's own length plus its depth, and its time is the row's own request ti
 
 from __future__ import annotations
 
-import copy
 import inspect
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from gr.model.hf_cache import cache_kwargs, new_cache
-from gr.model.layout import Layout, causal_layout
+from gr.model.hf_cache import (
+    cache_bytes,
+    cache_kwargs,
+    fork_cache,
+    gather_cache,
+    new_cache,
+    roomy_cache,
+)
+from gr.model.layout import Layout, causal_layout, next_times
 
 _NO_4D_MASK = ("flash_attention", "flex_attention", "paged")
 
@@ -136,43 +144,174 @@ class Backbone:
             )
 
 
+class Claim:
+    """The right to write into a room; it ends when nobody holds it any more."""
+
+
+class Room:
+    """The free room behind a prefix's keys: one writer at a time."""
+
+    def __init__(self) -> None:
+        self._holder: weakref.ref[Claim] | None = None
+
+    def claim(self) -> Claim | None:
+        """The room, or None while someone holds it."""
+        if self._holder is not None and self._holder() is not None:
+            return None
+        claim = Claim()
+        self._holder = weakref.ref(claim)
+        return claim
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Histories read once. Nothing that grows from it changes it.
 
     Attributes:
         backbone: the model that read them.
-        cache: keys and values of all P tokens, padding included.
+        cache: keys and values of all P keys, padding included.
+        position_BP: int64, the place of each key's token in its row's history.
+        valid_BP: bool, False for padding.
         length_B: int64, tokens of each row.
+        last_token_B: int64, the last token of each row.
         time_BP: int64 seconds of each token, or None where the stream has no clock.
         request_time_B: int64 seconds at which the request is made; None with ``time_BP``.
         logits_BV: float32, next-token logits after each row's last token.
+        longest: tokens of the longest row.
     """
 
     backbone: Backbone
     cache: DynamicCache
+    position_BP: Tensor
+    valid_BP: Tensor
     length_B: Tensor
+    last_token_B: Tensor
     time_BP: Tensor | None
     request_time_B: Tensor | None
     logits_BV: Tensor
-    num_tokens: int
     longest: int
+    _room: Room = field(default_factory=Room, repr=False, compare=False)
+    # Claims on the rooms of the prefixes that this one was extended from: its keys lie there.
+    _claims: tuple[Claim, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:
         return len(self.length_B)
 
     @property
+    def num_keys(self) -> int:
+        return self.valid_BP.shape[1]
+
+    @property
     def device(self) -> torch.device:
         return self.length_B.device
 
     @property
-    def valid_BP(self) -> Tensor:
-        return torch.arange(self.num_tokens, device=self.device) < self.length_B[:, None]
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values, with the room kept for branches."""
+        return cache_bytes(self.cache)
 
     def branch(self) -> Branches:
         """A fresh set of branches; any number may grow from one prefix, also at the same time."""
         return Branches(self)
+
+    def extend(
+        self,
+        input_ids_BM: Tensor,
+        length_B: Tensor,
+        time_BM: Tensor | None = None,
+        request_time_B: Tensor | None = None,
+    ) -> Prefix:
+        """The same histories with more tokens, of which only the new ones are read.
+
+        Where the stream has a clock, the last token of a row is read again: what it says depends
+        on the time of what follows it, which was the time of the request and is now known. So a
+        later ``request_time_B`` with no new token at all costs one token.
+
+        Args:
+            input_ids_BM: int64, padded on the right.
+            length_B: int64, new tokens of each row; 0 is allowed.
+            time_BM: int64 seconds of each new token; wanted exactly where the prefix has times.
+            request_time_B: as in ``prefill``.
+
+        Raises:
+            ValueError: times given to a prefix without, or the other way round; or rows longer than
+                the model's positions.
+        """
+        if (time_BM is None) != (self.time_BP is None):
+            seen = "no" if time_BM is None else "given"
+            wanted = "none: the prefix has no clock" if self.time_BP is None else "int64 seconds"
+            raise ValueError(f"time_BM is {seen} times: wanted {wanted}")
+        device = self.device
+        ids, added_B = input_ids_BM.to(device), length_B.to(device)
+        start_B, valid_BP, time_BP = self.length_B, self.valid_BP, self.time_BP
+        if time_BM is not None and time_BP is not None:
+            start_B = self.length_B - 1
+            stale_BP = (self.position_BP == start_B[:, None]) & valid_BP
+            last_time_B = time_BP.masked_fill(~stale_BP, 0).sum(1)
+            valid_BP = valid_BP & ~stale_BP
+            ids = torch.cat([self.last_token_B[:, None], ids], dim=1)
+            time_BM = torch.cat([last_time_B[:, None], time_BM.to(device)], dim=1)
+            added_B = added_B + 1
+        width = ids.shape[1]
+        column_M = torch.arange(width, device=device)
+        fresh_BM = column_M < added_B[:, None]
+        length_B = start_B + added_B
+        # Padding stays inside the model's positions.
+        position_BM = torch.minimum(start_B[:, None] + column_M, length_B[:, None] - 1)
+        longest = int(length_B.max())
+        self.backbone.check_length(longest, 0)
+        query_time_BM = None
+        if time_BM is not None and time_BP is not None:
+            if request_time_B is None:
+                request_time_B = time_BM.gather(1, added_B[:, None] - 1)[:, 0]
+            request_time_B = request_time_B.to(device)
+            query_time_BM = next_times(time_BM, fresh_BM, request_time_B)
+            time_BP = torch.cat([time_BP, time_BM], dim=1)
+        layout = Layout(
+            position_BK=torch.cat([self.position_BP, position_BM], dim=1),
+            valid_BK=torch.cat([valid_BP, fresh_BM], dim=1),
+            num_queries=width,
+            time_BK=time_BP,
+            query_time_BQ=query_time_BM,
+            branch_BQA=(column_M <= column_M[:, None]).expand(len(ids), -1, -1),
+        )
+        branches = self.branch()
+        at_B = (added_B - 1).clamp_min(0)
+        ends, which_B = torch.unique(at_B, return_inverse=True)
+        logits_BJV = self.backbone.forward(ids, layout, branches.cache, ends)
+        row = torch.arange(len(ids), device=device)
+        none_B = added_B == 0
+        return Prefix(
+            backbone=self.backbone,
+            cache=branches.cache,
+            position_BP=layout.position_BK,
+            valid_BP=layout.valid_BK,
+            length_B=length_B,
+            last_token_B=torch.where(none_B, self.last_token_B, ids[row, at_B]),
+            time_BP=time_BP,
+            request_time_B=request_time_B,
+            logits_BV=torch.where(none_B[:, None], self.logits_BV, logits_BJV[row, which_B]),
+            longest=longest,
+            _claims=self._claims if branches.claim is None else (*self._claims, branches.claim),
+        )
+
+    def compact(self) -> Prefix:
+        """The same prefix without the keys that nobody sees, padding of unequal rows excepted."""
+        count_B = self.valid_BP.sum(1)
+        width = int(count_B.max())
+        # Valid keys first, in their order.
+        order_BP = self.valid_BP.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+        order_BP = order_BP[:, :width]
+        return replace(
+            self,
+            cache=gather_cache(self.cache, order_BP),
+            position_BP=self.position_BP.gather(1, order_BP),
+            valid_BP=self.valid_BP.gather(1, order_BP),
+            time_BP=None if self.time_BP is None else self.time_BP.gather(1, order_BP),
+            _room=Room(),
+            _claims=(),
+        )
 
 
 def prefill(
@@ -181,6 +320,7 @@ def prefill(
     length_B: Tensor,
     time_BP: Tensor | None = None,
     request_time_B: Tensor | None = None,
+    room: int = 0,
 ) -> Prefix:
     """Read histories, padded on the right, in one pass.
 
@@ -192,6 +332,8 @@ def prefill(
             take no times ignore it.
         request_time_B: int64 seconds at which the next event is asked for; None is the time of the
             row's last token.
+        room: nodes for which the cache keeps free room, so that branches of that many nodes grow
+            without copying the keys and values of the histories.
 
     Raises:
         ValueError: an empty row, or rows longer than the model's positions.
@@ -214,15 +356,25 @@ def prefill(
         if request_time_B is None:
             request_time_B = time_BP.gather(1, last_B[:, None])[:, 0]
         request_time_B = request_time_B.to(device)
-    valid_BP = torch.arange(num_tokens, device=device) < length_B[:, None]
+    column_P = torch.arange(num_tokens, device=device)
+    valid_BP = column_P < length_B[:, None]
     layout = causal_layout(valid_BP, num_tokens, time_BP, request_time_B)
-    cache = new_cache()
+    cache = roomy_cache(room)
     # Logits at the last tokens only: at each of the few distinct lengths, then each row's own.
     ends, at_B = torch.unique(last_B, return_inverse=True)
     logits_BJV = backbone.forward(input_ids_BP, layout, cache, ends)
-    logits_BV = logits_BJV[torch.arange(num_rows, device=device), at_B]
+    row_B = torch.arange(num_rows, device=device)
     return Prefix(
-        backbone, cache, length_B, time_BP, request_time_B, logits_BV, num_tokens, longest
+        backbone=backbone,
+        cache=cache,
+        position_BP=column_P.expand(num_rows, -1),
+        valid_BP=valid_BP,
+        length_B=length_B,
+        last_token_B=input_ids_BP[row_B, last_B],
+        time_BP=time_BP,
+        request_time_B=request_time_B,
+        logits_BV=logits_BJV[row_B, at_B],
+        longest=longest,
     )
 
 
@@ -231,10 +383,10 @@ class Branches:
 
     def __init__(self, prefix: Prefix) -> None:
         self.prefix = prefix
-        # Growing replaces a layer's tensors and never writes into them, so the layers are shared
-        # with the prefix until they grow: no copy, and the prefix stays as it was.
-        self.cache = copy.copy(prefix.cache)
-        self.cache.layers = [copy.copy(layer) for layer in prefix.cache.layers]
+        # Keys and values of the prefix are shared and never written to. What is new goes into the
+        # free room behind them, unless other branches that are still alive went there first.
+        self.claim = prefix._room.claim()
+        self.cache = fork_cache(prefix.cache, own_room=self.claim is not None)
         device = prefix.device
         self._seen_BAA = torch.zeros(1, 0, 0, dtype=torch.bool, device=device)
         self._depth_BA = torch.zeros(prefix.num_rows, 0, dtype=torch.int64, device=device)
@@ -306,7 +458,6 @@ class Branches:
     def _layout(self, seen_BNA: Tensor) -> Layout:
         prefix = self.prefix
         num_rows, num_new, total = seen_BNA.shape
-        position_BP = torch.arange(prefix.num_tokens, device=prefix.device).expand(num_rows, -1)
         position_BA = prefix.length_B[:, None] + self._depth_BA - 1
         time_BK = query_time_BQ = None
         if prefix.time_BP is not None and prefix.request_time_B is not None:
@@ -314,7 +465,7 @@ class Branches:
             time_BK = torch.cat([prefix.time_BP, asked.expand(-1, total)], dim=1)
             query_time_BQ = asked.expand(-1, num_new)
         return Layout(
-            position_BK=torch.cat([position_BP, position_BA], dim=1),
+            position_BK=torch.cat([prefix.position_BP, position_BA], dim=1),
             valid_BK=torch.cat([prefix.valid_BP, prefix.valid_BP.new_ones(num_rows, total)], 1),
             num_queries=num_new,
             time_BK=time_BK,

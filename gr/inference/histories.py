@@ -1,8 +1,8 @@
 """From what callers pass (lists of ids or events) to prefilled batches.
 
-Histories are read in batches of similar length, those with and those without timestamps apart: a
-stream without a clock is another input to a model that reads times, and no row may depend on what
-else is in its batch.
+Histories are read in batches of similar length. One without timestamps has all its events at time
+0 and asks at time 0, so that no time has passed between any two of them: the bare windows of
+training (`gr.training.events.Windows`) look the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from gr.tokenizer.semantic_id_tokenizer import MAX_SECONDS, SemanticIdTokenizer
 
 IntArray = npt.NDArray[np.int64]
 History: TypeAlias = Sequence["Event | str | int"]
+
+UNKNOWN_ACTION = "[UNK]"
 
 
 @dataclass
@@ -68,7 +70,6 @@ class EncodedRow:
 
     tokens: IntArray
     times: IntArray
-    timed: bool
     request_time: int
     seen: IntArray
 
@@ -79,8 +80,8 @@ class HistoryEncoder:
     Args:
         tokenizer: with a catalogue.
         backbone: whose positions limit the length.
-        default_action: stands in for the action of an event that has none, on a stream with
-            actions; None writes [UNK] there.
+        missing_action: stands in for the action of an event that has none, on a stream with
+            actions; "[UNK]" or None writes [UNK] there.
         max_events: the most recent events kept; None keeps what the model's positions hold.
 
     Raises:
@@ -92,15 +93,19 @@ class HistoryEncoder:
         self,
         tokenizer: SemanticIdTokenizer,
         backbone: Backbone,
-        default_action: str | None,
+        missing_action: str | None,
         max_events: int | None,
     ) -> None:
-        self.tokenizer, self.backbone, self.default_action = tokenizer, backbone, default_action
+        self.tokenizer, self.backbone = tokenizer, backbone
         vocabulary = tokenizer.vocabulary
-        if default_action is not None and default_action not in vocabulary.actions:
+        if missing_action == UNKNOWN_ACTION:
+            missing_action = None
+        elif missing_action is not None and missing_action not in vocabulary.actions:
             raise ValueError(
-                f"default_action is {default_action!r}: wanted one of {vocabulary.actions}"
+                f"missing_action is {missing_action!r}: wanted {UNKNOWN_ACTION!r} or one of "
+                f"{vocabulary.actions}"
             )
+        self.missing_action = missing_action
         if max_events is not None and max_events < 1:
             raise ValueError(f"max_events is {max_events}: wanted at least 1, or None")
         self.max_events = max_events
@@ -163,7 +168,6 @@ class HistoryEncoder:
         assert catalog is not None
         seen = catalog.index([event.item_id for event in events])
         tokens, times = encoded.input_ids, encoded.timestamps
-        timed = any(event.timestamp is not None for event in events)
         if asked is not None:
             if not abs(asked) <= MAX_SECONDS:
                 raise ValueError(
@@ -175,40 +179,36 @@ class HistoryEncoder:
                     f"request_times[{number}] is {asked}, before the last event of its history at "
                     f"{latest}: wanted a time that is not earlier"
                 )
-            if known and not timed:
+            if known and latest is None:
                 raise ValueError(
                     f"request_times[{number}] is {asked} and histories[{number}] has no "
                     "timestamps: wanted both or neither"
                 )
             if not known:
-                timed, times = True, np.full(len(tokens), asked, dtype=np.int64)
+                times = np.full(len(tokens), asked, dtype=np.int64)
         request = int(times[-1]) if asked is None else int(asked)
-        return EncodedRow(tokens, times, timed, request, seen[seen >= 0])
+        return EncodedRow(tokens, times, request, seen[seen >= 0])
 
     def _with_action(self, event: Event) -> Event:
-        if event.action is not None or self.default_action is None:
+        if event.action is not None or self.missing_action is None:
             return event
-        return replace(event, action=self.default_action)
+        return replace(event, action=self.missing_action)
 
     def batches(
-        self, rows: Sequence[EncodedRow], batch_size: int
+        self, rows: Sequence[EncodedRow], batch_size: int, room: int = 0
     ) -> Iterator[tuple[IntArray, Prefix]]:
-        """Prefilled batches and the numbers of their rows; similar lengths together."""
-        by_length = sorted(range(len(rows)), key=lambda i: (rows[i].timed, len(rows[i].tokens)))
-        start = 0
-        while start < len(by_length):
-            timed = rows[by_length[start]].timed
-            stop = start
-            while (
-                stop < min(start + batch_size, len(by_length))
-                and rows[by_length[stop]].timed == timed
-            ):
-                stop += 1
-            numbers = np.array(by_length[start:stop], dtype=np.int64)
-            yield numbers, self._prefill([rows[i] for i in numbers], timed)
-            start = stop
+        """Prefilled batches and the numbers of their rows; similar lengths together.
 
-    def _prefill(self, rows: Sequence[EncodedRow], timed: bool) -> Prefix:
+        Args:
+            room: see ``prefill``.
+        """
+        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].tokens))
+        for start in range(0, len(by_length), batch_size):
+            numbers = np.array(by_length[start : start + batch_size], dtype=np.int64)
+            yield numbers, self.prefill([rows[i] for i in numbers], room)
+
+    def prefill(self, rows: Sequence[EncodedRow], room: int = 0) -> Prefix:
+        """Encoded rows, read as one batch."""
         width = max(len(row.tokens) for row in rows)
         pad = self.tokenizer.pad_token_id or 0
         ids = torch.full((len(rows), width), pad, dtype=torch.int64)
@@ -217,7 +217,5 @@ class HistoryEncoder:
             ids[at, : len(row.tokens)] = torch.from_numpy(row.tokens)
             times[at, : len(row.tokens)] = torch.from_numpy(row.times)
         lengths = torch.tensor([len(row.tokens) for row in rows])
-        if not timed:
-            return prefill(self.backbone, ids, lengths)
         asked = torch.tensor([row.request_time for row in rows])
-        return prefill(self.backbone, ids, lengths, times, asked)
+        return prefill(self.backbone, ids, lengths, times, asked, room)

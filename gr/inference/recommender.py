@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gr.data.whole_file import whole_file
+from gr.inference.beam_options import BeamOptions
 from gr.inference.branches import Backbone, Prefix
-from gr.inference.constraint import RowFilter, build_filter
-from gr.inference.exhaustive import CatalogPlan, catalog_log_probs
-from gr.inference.histories import EncodedRow, History, HistoryEncoder, Report
-from gr.inference.rank import action_log_probs
-from gr.inference.retrieve import retrieve
+from gr.inference.constraint import RowFilter
+from gr.inference.histories import UNKNOWN_ACTION, EncodedRow, History, HistoryEncoder, Report
 from gr.inference.scored import Scored
+from gr.inference.serving import Allowed, Items, Permitted, ServedCatalog, Wanted, padded_rows
+from gr.inference.session import Session
 from gr.model import GRConfig
 from gr.model import register as register_model
 from gr.tokenizer import Catalog, SemanticIdTokenizer
@@ -30,8 +30,7 @@ from gr.tokenizer import register as register_tokenizer
 from gr.tokenizer.trie import ItemTrie
 
 IntArray = npt.NDArray[np.int64]
-Items: TypeAlias = Collection["str | int"]
-Allowed: TypeAlias = "Items | Sequence[Items | None] | None"
+T = TypeVar("T")
 
 TRIE_NAME = "trie.safetensors"
 OPTIONS_NAME = "recommender.json"
@@ -50,10 +49,12 @@ class Recommender:
         tokenizer: its tokenizer, with the vocabulary of items and actions.
         catalog: the items; None takes the tokenizer's.
         trie: the catalogue's trie; None builds it.
-        default_action: stands in for missing actions of events and is what ``rank`` and
-            ``recommend`` score when none is named. None: "like" if the vocabulary has it, else its
-            only action if it has one, else [UNK] stands for missing actions and the action to
-            score must be named.
+        default_action: what ``rank`` and ``recommend`` score when no action is named. None: "like"
+            if the vocabulary has it, else its only action if it has one, else the action must be
+            named.
+        missing_action: stands in for the action of an event of a history that has none: an action,
+            or "[UNK]", which a model trained on bare windows knows. None: the default action,
+            "[UNK]" where there is none.
         max_events: most recent events of a history that the model reads; None: all that fit.
         batch_size: users read at once.
 
@@ -61,7 +62,8 @@ class Recommender:
         last_report: what the last call skipped, see `Report`.
 
     Raises:
-        ValueError: no catalogue, or a model too short for one event.
+        ValueError: no catalogue, an action that the vocabulary does not have, or a model too short
+            for one event.
     """
 
     def __init__(
@@ -71,36 +73,84 @@ class Recommender:
         catalog: Catalog | None = None,
         trie: ItemTrie | None = None,
         default_action: str | None = None,
+        missing_action: str | None = None,
         max_events: int | None = None,
         batch_size: int = 32,
     ) -> None:
-        if catalog is not None and catalog is not tokenizer.catalog:
-            # A copy: another recommender may answer with the same tokenizer and its own items.
-            tokenizer = copy.copy(tokenizer)
-            tokenizer.catalog = catalog
-        items = tokenizer.catalog
-        if items is None:
-            raise ValueError("the tokenizer has no catalogue: wanted one in catalog=")
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: wanted at least 1")
-        self.model, self.tokenizer, self.catalog = model, tokenizer, items
-        self.batch_size = batch_size
+        self.model, self.batch_size = model, batch_size
         self.vocabulary = tokenizer.vocabulary
         self.backbone = Backbone(model)
-        if trie is None:
-            trie = ItemTrie.from_catalog(items, self.vocabulary)
-        elif trie.num_items != len(items):
-            raise ValueError(f"trie has {trie.num_items} items: the catalogue has {len(items)}")
-        self.trie = trie.to(self.backbone.device)
         actions = self.vocabulary.actions
         if default_action is None:
             default_action = "like" if "like" in actions else None
             default_action = actions[0] if len(actions) == 1 else default_action
-        self.default_action = default_action
+        elif default_action not in actions:
+            raise ValueError(f"default_action is {default_action!r}: wanted one of {actions}")
+        if missing_action is None:
+            missing_action = UNKNOWN_ACTION if default_action is None else default_action
+        self.default_action, self.missing_action = default_action, missing_action
         self._given_max_events = max_events
-        self.encoder = HistoryEncoder(tokenizer, self.backbone, default_action, max_events)
+        items = catalog if catalog is not None else tokenizer.catalog
+        if items is None:
+            raise ValueError("the tokenizer has no catalogue: wanted one in catalog=")
+        self._served = self._serve(tokenizer, items, trie)
         self.last_report = Report()
-        self._plan: CatalogPlan | None = None
+
+    def _serve(
+        self, tokenizer: SemanticIdTokenizer, catalog: Catalog, trie: ItemTrie | None
+    ) -> ServedCatalog:
+        if catalog is not tokenizer.catalog:
+            # A copy: another recommender may answer with the same tokenizer and its own items.
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.catalog = catalog
+        if trie is None:
+            trie = ItemTrie.from_catalog(catalog, self.vocabulary)
+        elif trie.num_items != len(catalog):
+            raise ValueError(f"trie has {trie.num_items} items: the catalogue has {len(catalog)}")
+        trie = trie.to(self.backbone.device)
+        return ServedCatalog(
+            tokenizer, trie, self.backbone, self.missing_action, self._given_max_events
+        )
+
+    def swap_catalog(self, catalog: Catalog, trie: ItemTrie | None = None) -> None:
+        """Answer with other items from the next question on.
+
+        The new trie is built before anything changes. Questions that are being answered in other
+        threads go on with the catalogue they began with, and sessions take up the new one at their
+        next question without reading their histories again.
+
+        Args:
+            catalog: in the vocabulary of the model: more or fewer items, never other levels.
+            trie: of that catalogue; None builds it.
+
+        Raises:
+            ValueError: codes that the vocabulary does not have, or a trie of other items. The old
+                catalogue then stays.
+        """
+        self._served = self._serve(self.tokenizer, catalog, trie)
+
+    @property
+    def served(self) -> ServedCatalog:
+        """The catalogue that the next question is answered from."""
+        return self._served
+
+    @property
+    def tokenizer(self) -> SemanticIdTokenizer:
+        return self._served.tokenizer
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._served.catalog
+
+    @property
+    def trie(self) -> ItemTrie:
+        return self._served.trie
+
+    @property
+    def encoder(self) -> HistoryEncoder:
+        return self._served.encoder
 
     # ---- files -------------------------------------------------------------------------------
 
@@ -153,13 +203,17 @@ class Recommender:
         return cls(model, tokenizer, trie=trie, batch_size=batch_size, **options)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write model, tokenizer, catalogue, trie and this class's own two options."""
+        """Write model, tokenizer, catalogue, trie and this class's own three options."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
         self.trie.save(path / TRIE_NAME)
-        options = {"default_action": self.default_action, "max_events": self._given_max_events}
+        options = {
+            "default_action": self.default_action,
+            "missing_action": self.missing_action,
+            "max_events": self._given_max_events,
+        }
         with whole_file(path / OPTIONS_NAME) as temporary:
             temporary.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
 
@@ -173,6 +227,7 @@ class Recommender:
         exclude_seen: bool = True,
         allowed: Allowed = None,
         request_times: Sequence[int | None] | None = None,
+        options: BeamOptions | None = None,
     ) -> list[list[Scored]]:
         """The k most probable next items of every user, best first.
 
@@ -181,9 +236,11 @@ class Recommender:
             k: items per user; a user for whom fewer are left gets those.
             num_beams: beam width, at least k; None: twice k, at least 50.
             exclude_seen: leave out the items of the user's own (whole) history.
-            allowed: the only items that may come out: a collection of ids for all users, or one
-                such collection (or None: all) per user.
+            allowed: the only items that may come out: a collection of ids or a `CatalogSubset` for
+                all users, or one such (or None: all) per user.
             request_times: seconds at which each user asks; None is the time of the last event.
+            options: a temperature, diversity, or sampling in place of the best; see `BeamOptions`.
+                The same call samples the same: a history by its place in the call.
 
         Returns:
             Scored lists; the score is the log-probability of the item's semantic ID. Items that
@@ -192,21 +249,20 @@ class Recommender:
         Raises:
             ValueError: k below 1, fewer beams than k, or malformed histories.
         """
-        answers: list[list[Scored]] = [[] for _ in histories]
-        rows, keep_rows = self._start(histories, request_times, allowed)
-        k = min(k, len(self.catalog))
-        for numbers, prefix in self.encoder.batches(rows, self.batch_size):
-            keep = self._filter(rows, numbers, exclude_seen, keep_rows)
-            found = retrieve(prefix, self.trie, k, num_beams, keep)
-            self._collect(answers, numbers, *found)
-        self.last_report.warn()
-        return answers
+        batch = _Batch(self, histories, request_times)
+        served, permitted = batch.served, batch.allowed(allowed)
+
+        def answer(prefix: Prefix, numbers: IntArray) -> list[list[Scored]]:
+            keep = batch.filter(numbers, permitted, exclude_seen)
+            return served.retrieve(prefix, keep, k, num_beams, options, numbers)
+
+        return batch.answers(answer, served.room(num_beams, k))
 
     def rank(
         self,
         histories: Sequence[History],
         candidates: Items | Sequence[Items],
-        action: str | None = None,
+        action: Wanted = None,
         request_times: Sequence[int | None] | None = None,
         microbatch: int = 64,
     ) -> list[list[Scored]]:
@@ -215,7 +271,8 @@ class Recommender:
         Args:
             histories: one per user.
             candidates: item ids for all users, or one such collection per user.
-            action: the action whose probability is wanted; None: ``default_action``.
+            action: the action whose probability is wanted, or a weight for each of several, whose
+                weighted sum is then the score; None: ``default_action``.
             request_times: seconds at which each user asks; None is the time of the last event.
             microbatch: candidates of a user in one pass; bounds the memory, changes no score.
 
@@ -227,30 +284,54 @@ class Recommender:
             ValueError: a stream with fewer than two actions, an unknown action, or malformed
                 histories.
         """
-        actions = self.vocabulary.actions
-        if len(actions) < 2:
-            raise ValueError(
-                f"the model's stream has actions {actions}: ranking needs two or more to tell "
-                "apart; build the tokenizer with actions=..., or use retrieve"
-            )
-        chosen = actions.index(self._action(action))
-        answers: list[list[Scored]] = [[] for _ in histories]
-        rows, _ = self._start(histories, request_times, None)
-        wanted = self._candidates(candidates, len(histories))
-        for numbers, prefix in self.encoder.batches(rows, self.batch_size):
-            row_BC = _padded([wanted[i] for i in numbers]).to(self.trie.device)
-            score_BC = self._action_log_probs(prefix, row_BC, microbatch)[..., chosen].exp()
-            score_BC = score_BC.masked_fill(row_BC < 0, -torch.inf)
-            order = score_BC.argsort(dim=1, descending=True, stable=True)
-            self._collect(answers, numbers, row_BC.gather(1, order), score_BC.gather(1, order))
-        self.last_report.warn()
-        return answers
+        batch = _Batch(self, histories, request_times)
+        weights = batch.served.weights(action, self.default_action)
+        rows = batch.candidates(candidates)
+
+        def answer(prefix: Prefix, numbers: IntArray) -> list[list[Scored]]:
+            return batch.served.rank(prefix, [rows[i] for i in numbers], weights, microbatch)
+
+        return batch.answers(answer, microbatch * batch.served.trie.levels)
+
+    def action_probabilities(
+        self,
+        histories: Sequence[History],
+        candidates: Items | Sequence[Items],
+        request_times: Sequence[int | None] | None = None,
+        microbatch: int = 64,
+    ) -> list[Tensor]:
+        """p(action | history, item) of every candidate and every action, from one pass.
+
+        Args:
+            histories, candidates, request_times, microbatch: as in ``rank``.
+
+        Returns:
+            For each history float32 [C, A] on the CPU: rows in the order of its candidates (NaN for
+            items that the catalogue does not have), columns in the order of
+            ``vocabulary.actions``; a row sums to one.
+
+        Raises:
+            ValueError: as ``rank``.
+        """
+        batch = _Batch(self, histories, request_times)
+        served = batch.served
+        served.weights(dict.fromkeys(served.actions, 1.0), None)
+        rows = batch.candidates(candidates, drop_unknown=False)
+
+        def answer(prefix: Prefix, numbers: IntArray) -> list[Tensor]:
+            row_BC = padded_rows([rows[i] for i in numbers]).to(served.trie.device)
+            log_probs_BCA = served.action_log_probs(prefix, row_BC, microbatch)
+            known_BC1 = (row_BC >= 0)[..., None]
+            probs_BCA = torch.where(known_BC1, log_probs_BCA.exp(), torch.nan).cpu()
+            return [p[: len(rows[i])] for i, p in zip(numbers, probs_BCA, strict=True)]
+
+        return batch.answers(answer, microbatch * served.trie.levels)
 
     def recommend(
         self,
         histories: Sequence[History],
         k: int = 10,
-        action: str | None = None,
+        action: Wanted = None,
         action_weight: float = 1.0,
         exclude_seen: bool = True,
         allowed: Allowed = None,
@@ -266,7 +347,8 @@ class Recommender:
         Args:
             histories: one per user.
             k: items per user; a user for whom fewer are left gets those.
-            action: None: ``default_action``.
+            action: an action, or positive weights of several, whose weighted sum of probabilities
+                then stands for p(action); None: ``default_action``.
             action_weight: weight of the action beside the item.
             exclude_seen, allowed, request_times: as in ``retrieve``.
 
@@ -276,26 +358,15 @@ class Recommender:
         Raises:
             ValueError: as ``retrieve``; an unknown action, or none where there is no default.
         """
-        if k < 1:
-            raise ValueError(f"k is {k}: wanted at least 1")
-        actions = self.vocabulary.actions
-        chosen = actions.index(self._action(action)) if len(actions) > 1 else None
-        answers: list[list[Scored]] = [[] for _ in histories]
-        rows, keep_rows = self._start(histories, request_times, allowed)
-        pool = min(max(5 * k, 50), len(self.catalog))
-        for numbers, prefix in self.encoder.batches(rows, self.batch_size):
-            keep = self._filter(rows, numbers, exclude_seen, keep_rows)
-            row_BC, score_BC = retrieve(prefix, self.trie, pool, keep=keep)
-            if chosen is not None:
-                action_BC = self._action_log_probs(prefix, row_BC)[..., chosen]
-                score_BC = (score_BC + action_weight * action_BC).masked_fill(
-                    row_BC < 0, -torch.inf
-                )
-                order = score_BC.argsort(dim=1, descending=True, stable=True)
-                row_BC, score_BC = row_BC.gather(1, order), score_BC.gather(1, order)
-            self._collect(answers, numbers, row_BC[:, :k], score_BC[:, :k])
-        self.last_report.warn()
-        return answers
+        batch = _Batch(self, histories, request_times)
+        served, permitted = batch.served, batch.allowed(allowed)
+        weights = served.event_weights(action, self.default_action)
+
+        def answer(prefix: Prefix, numbers: IntArray) -> list[list[Scored]]:
+            keep = batch.filter(numbers, permitted, exclude_seen)
+            return served.recommend(prefix, keep, k, weights, action_weight)
+
+        return batch.answers(answer, served.room(None, served.pool(k)))
 
     def score_catalog(
         self,
@@ -316,119 +387,55 @@ class Recommender:
         Raises:
             ValueError: malformed histories.
         """
-        rows, _ = self._start(histories, request_times, None)
-        scores = torch.empty(len(histories), len(self.catalog))
-        if self._plan is None or self._plan.chunk != chunk:
-            self._plan = CatalogPlan(self.trie, chunk)
-        for numbers, prefix in self.encoder.batches(rows, self.batch_size):
-            scores[torch.from_numpy(numbers)] = catalog_log_probs(prefix, self._plan).cpu()
-        self.last_report.warn()
+        batch = _Batch(self, histories, request_times)
+        scores = torch.empty(len(histories), len(batch.served.catalog))
+        for numbers, prefix in batch.prefixes(0):
+            scores[torch.from_numpy(numbers)] = batch.served.score_catalog(prefix, chunk).cpu()
+        batch.finish()
         return scores
 
-    # ---- shared steps ------------------------------------------------------------------------
+    def session(self, history: History = (), request_time: int | None = None) -> Session:
+        """One user's history, read once: for several questions, and for events still to come."""
+        return Session(self, history, request_time)
 
-    def _start(
+
+class _Batch:
+    """Histories of one call, with the catalogue and the report that the call began with."""
+
+    def __init__(
         self,
+        recommender: Recommender,
         histories: Sequence[History],
         request_times: Sequence[int | None] | None,
-        allowed: Allowed,
-    ) -> tuple[list[EncodedRow], list[IntArray] | None]:
-        self.last_report = Report()
-        rows = self.encoder.encode(histories, request_times, self.last_report)
-        return rows, self._allowed(allowed, len(histories))
+    ) -> None:
+        self.recommender, self.served = recommender, recommender.served
+        self.report = Report()
+        self.rows: list[EncodedRow] = self.served.encoder.encode(
+            histories, request_times, self.report
+        )
 
-    def _action(self, action: str | None) -> str:
-        name = action if action is not None else self.default_action
-        if name not in self.vocabulary.actions:
-            raise ValueError(f"action is {name!r}: wanted one of {self.vocabulary.actions}")
-        return str(name)
+    def allowed(self, given: Allowed) -> Permitted:
+        return self.served.allowed(given, len(self.rows), self.report)
 
-    def _allowed(self, allowed: Allowed, count: int) -> list[IntArray] | None:
-        """Permitted catalogue rows: one array for all, or one per history."""
-        if allowed is None:
-            return None
-        groups, _ = _per_row("allowed", allowed, count)
-        kept = []
-        for group in groups:
-            if group is None:
-                kept.append(np.arange(len(self.catalog)))
-                continue
-            names = [str(item) for item in group]
-            index = self.catalog.index(names)
-            self.last_report.unknown_allowed += [names[i] for i in np.flatnonzero(index < 0)]
-            kept.append(index[index >= 0])
-        return kept
+    def candidates(self, given: Any, drop_unknown: bool = True) -> list[IntArray]:
+        return self.served.candidates(given, len(self.rows), self.report, drop_unknown)
 
-    def _candidates(self, candidates: Any, count: int) -> list[IntArray]:
-        groups, shared = _per_row("candidates", candidates, count)
-        wanted = []
-        for number, group in enumerate(groups):
-            if group is None:
-                raise ValueError(f"candidates[{number}] is None: wanted a collection of item ids")
-            names = [str(item) for item in group]
-            index = self.catalog.index(names)
-            if (index < 0).any():
-                unknown = [names[i] for i in np.flatnonzero(index < 0)]
-                self.last_report.unknown_candidates[number] = unknown
-            wanted.append(index[index >= 0])
-        return wanted * count if shared else wanted
-
-    def _filter(
-        self,
-        rows: Sequence[EncodedRow],
-        numbers: IntArray,
-        exclude_seen: bool,
-        allowed: list[IntArray] | None,
-    ) -> RowFilter:
-        excluded = [rows[i].seen for i in numbers] if exclude_seen else None
+    def filter(self, numbers: IntArray, allowed: Permitted, exclude_seen: bool) -> RowFilter:
         if allowed is not None and len(allowed) > 1:
             allowed = [allowed[i] for i in numbers]
-        return build_filter(self.trie, excluded, allowed)
+        return self.served.filter([self.rows[i].seen for i in numbers], allowed, exclude_seen)
 
-    def _action_log_probs(self, prefix: Prefix, row_BC: Tensor, microbatch: int = 64) -> Tensor:
-        # Item tokens from the encoder's table; a missing candidate is all padding.
-        table = torch.from_numpy(self.tokenizer.encoder.item_tokens).to(row_BC.device)
-        token_BCM = torch.where(row_BC[..., None] < 0, -1, table[row_BC.clamp_min(0)])
-        tokens = torch.from_numpy(self.vocabulary.action_tokens)
-        return action_log_probs(prefix, token_BCM, tokens, microbatch)
+    def prefixes(self, room: int) -> Iterator[tuple[IntArray, Prefix]]:
+        return self.served.encoder.batches(self.rows, self.recommender.batch_size, room)
 
-    def _collect(
-        self, answers: list[list[Scored]], numbers: IntArray, row_Bk: Tensor, score_Bk: Tensor
-    ) -> None:
-        names = self.catalog.item_ids
-        for number, row, score in zip(
-            numbers.tolist(), row_Bk.tolist(), score_Bk.tolist(), strict=True
-        ):
-            answers[number] = [
-                Scored(names[r], s) for r, s in zip(row, score, strict=True) if r >= 0
-            ]
+    def answers(self, answer: Callable[[Prefix, IntArray], list[T]], room: int) -> list[T]:
+        """One answer per history, in the order of the call."""
+        found: dict[int, T] = {}
+        for numbers, prefix in self.prefixes(room):
+            found.update(zip(numbers.tolist(), answer(prefix, numbers), strict=True))
+        self.finish()
+        return [found[number] for number in range(len(self.rows))]
 
-
-def _per_row(name: str, given: Any, count: int) -> tuple[list[Any], bool]:
-    """Collections of ids per history, and whether a single one serves all.
-
-    Raises:
-        ValueError: a single string, single ids among collections, or as many collections as
-            neither.
-    """
-    if isinstance(given, str):
-        raise ValueError(f"{name} is the string {given!r}: wanted a collection of item ids")
-    entries = list(given)
-    if all(isinstance(entry, (str, int, np.integer)) for entry in entries) and not (
-        count == 0 and not entries
-    ):
-        return [entries], True
-    for number, entry in enumerate(entries):
-        if isinstance(entry, (str, int, np.integer)):
-            raise ValueError(f"{name}[{number}] is {entry!r}: wanted a collection of item ids")
-    if len(entries) != count:
-        raise ValueError(f"{name} has {len(entries)} entries: wanted one for each of {count}")
-    return entries, False
-
-
-def _padded(rows: Sequence[IntArray]) -> Tensor:
-    width = max((len(row) for row in rows), default=0)
-    table = np.full((len(rows), width), -1, dtype=np.int64)
-    for at, row in enumerate(rows):
-        table[at, : len(row)] = row
-    return torch.from_numpy(table)
+    def finish(self) -> None:
+        self.recommender.last_report = self.report
+        self.report.warn()

@@ -102,12 +102,14 @@ class Plain:
         tokens = self.item_tokens(item)
         begin = len(ids) - 1
         ids, times = ids + tokens, times + [row["target_timestamp"]] * len(tokens)
-        extra: dict[str, Any] = {}
-        if clock:
-            extra["timestamps"] = torch.tensor([times])
-            extra["request_times"] = torch.tensor([row["target_timestamp"]])
+        asked = torch.tensor([row["target_timestamp"]])
+        stamps = torch.tensor([times])
+        if not clock:  # all at once
+            asked, stamps = torch.zeros_like(asked), torch.zeros_like(stamps)
         with torch.no_grad():
-            out = self.recommender.model(input_ids=torch.tensor([ids]), **extra)
+            out = self.recommender.model(
+                input_ids=torch.tensor([ids]), timestamps=stamps, request_times=asked
+            )
         return cast(torch.Tensor, out.logits[0, begin:].float())
 
     def scores(self, row: dict[str, Any], clock: bool) -> npt.NDArray[np.float64]:

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gr.inference import Backbone, TrieLogitsProcessor, build_filter, prefill, retrieve
+from gr.inference import (
+    Backbone,
+    RowFilter,
+    TrieLogitsProcessor,
+    build_filter,
+    prefill,
+    retrieve,
+)
 from gr.tokenizer.trie import ItemTrie
 
 Make = Callable[..., Any]
@@ -30,6 +37,7 @@ def test_beams_equal_our_own_even_under_a_chat_configuration(
         "temperature": 0.3,
         "repetition_penalty": 9.0,
         "encoder_repetition_penalty": 3.0,
+        "encoder_no_repeat_ngram_size": 1,
         "renormalize_logits": True,
         "guidance_scale": 2.0,
         "begin_suppress_tokens": item_tokens[:5, 0].tolist(),
@@ -105,6 +113,7 @@ def test_mixed_lengths_end_with_their_token(make_model: Make) -> None:
     open_tokens = [torch.nonzero(row == 0)[:, 0].tolist() for row in processor(rows, scores)]
     assert open_tokens == [[2], [20, 21], [2], []]
     model = make_model("llama")
+    model.generation_config.min_new_tokens = 3  # what it holds back is the end of an item
     out = model.generate(
         PROMPT[:, :2],
         attention_mask=torch.ones(3, 2),
@@ -114,8 +123,9 @@ def test_mixed_lengths_end_with_their_token(make_model: Make) -> None:
         **processor.generate_options(),
     )
     legal = {(10, 2), (12, 2), (11, 20, 2), (11, 21, 2)}
-    for tokens in out[:, 2:].tolist():
-        assert tuple(tokens[: tokens.index(2) + 1]) in legal
+    for row in range(3):
+        answers = out[4 * row : 4 * row + 4, 2:].tolist()
+        assert {tuple(tokens[: tokens.index(2) + 1]) for tokens in answers} == legal
 
 
 def test_wrong_use_is_named(item_tokens: Tensor) -> None:
@@ -127,3 +137,7 @@ def test_wrong_use_is_named(item_tokens: Tensor) -> None:
     two = build_filter(trie, [np.array([1]), np.array([2])])
     with pytest.raises(ValueError, match="a multiple of the filter's 2 requests"):
         TrieLogitsProcessor(trie, 4, keep=two)(PROMPT, torch.zeros(3, 48))
+    with pytest.raises(ValueError, match="scores have 35 columns: wanted 36 or more"):
+        TrieLogitsProcessor(trie, 4)(PROMPT, torch.zeros(3, 35))
+    with pytest.raises(ValueError, match="keep is over 7 items: wanted the trie's 60"):
+        TrieLogitsProcessor(trie, 4, keep=RowFilter.everything(7, trie.device))

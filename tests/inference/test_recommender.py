@@ -156,6 +156,47 @@ def test_rank_is_the_probability_of_the_action(
         assert [s.score for s in one] == pytest.approx([s.score for s in other], abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "hstu"])
+def test_every_action_comes_from_one_pass(
+    kind: str, make_recommender: Callable[..., Recommender]
+) -> None:
+    rec = make_recommender(kind)
+    candidates = [["i3", "i1"], ["i2"], [], ["i5", "nobody", "i7", "i8"]]
+    with pytest.warns(UserWarning, match="nobody"):
+        probabilities = rec.action_probabilities(HISTORIES, candidates, microbatch=2)
+    for number, action in enumerate(rec.vocabulary.actions):
+        known = [[item for item in row if item != "nobody"] for row in candidates]
+        ranked = rec.rank(HISTORIES, known, action)
+        for row, answer in enumerate(ranked):
+            assert probabilities[row].shape == (len(candidates[row]), 3)
+            for scored in answer:
+                at = candidates[row].index(scored.item_id)
+                assert scored.score == pytest.approx(
+                    float(probabilities[row][at, number]), abs=1e-6
+                )
+    assert probabilities[3][1].isnan().all()
+    torch.testing.assert_close(probabilities[0].sum(1), torch.ones(2))
+
+
+def test_weights_of_several_actions(make_recommender: Callable[..., Recommender]) -> None:
+    rec = make_recommender()
+    weights = {"like": 1.0, "skip": -0.5}
+    [answer] = rec.rank(HISTORIES[:1], ["i3", "i1", "i4"], weights)
+    [by_hand] = rec.action_probabilities(HISTORIES[:1], ["i3", "i1", "i4"])
+    scores = by_hand[:, 0] - 0.5 * by_hand[:, 2]
+    got = {scored.item_id: scored.score for scored in answer}
+    torch.testing.assert_close(torch.tensor([got[i] for i in ("i3", "i1", "i4")]), scores)
+    assert [s.score for s in answer] == sorted(got.values(), reverse=True)
+    # One weight of 1 is the action itself, also where it stands beside the item.
+    assert rec.recommend(HISTORIES, 3, {"skip": 1.0}) == rec.recommend(HISTORIES, 3, "skip")
+    with pytest.raises(ValueError, match="wanted weights above 0"):
+        rec.recommend(HISTORIES, 3, weights)
+    with pytest.raises(ValueError, match="action is 'buy'"):
+        rec.rank(HISTORIES, ["i1"], {"like": 1.0, "buy": 2.0})
+    with pytest.raises(ValueError, match="wanted weights of one or more actions"):
+        rec.rank(HISTORIES, ["i1"], {})
+
+
 def test_recommend_is_the_probability_of_the_event(
     make_recommender: Callable[..., Recommender],
 ) -> None:
@@ -239,6 +280,77 @@ def test_missing_actions_stand_for_the_default_one(
     assert make_recommender(actions=("low", "high"), default_action="high").recommend([["i1"]])
 
 
+def test_a_missing_action_may_be_unknown_where_another_is_ranked(
+    tmp_path: Path, make_recommender: Callable[..., Recommender]
+) -> None:
+    rec = make_recommender(missing_action="[UNK]")
+    assert rec.default_action == "like"
+    vocabulary = rec.vocabulary
+    history: list[Any] = ["i1", Event("i2", "skip"), "i9"]
+    ids = [vocabulary.special_token("[BOS]")]
+    for item, action in (("i1", None), ("i2", "skip"), ("i9", None)):
+        ids += rec.tokenizer.encode_items([item])[0].tolist()
+        ids.append(vocabulary.action_token(action) if action else vocabulary.special_token("[UNK]"))
+    ids += rec.tokenizer.encode_items(["i4"])[0].tolist()
+    zeros = torch.zeros(1, len(ids), dtype=torch.int64)
+    with torch.no_grad():
+        logits = rec.model(input_ids=torch.tensor([ids]), timestamps=zeros).logits[0, -1]
+    like = logits[torch.from_numpy(vocabulary.action_tokens)].softmax(0)[0]
+    assert rec.rank([history], ["i4"])[0][0].score == pytest.approx(float(like), abs=1e-5)
+    assert rec.rank([history], ["i4"]) == rec.rank([history], ["i4"], action="like")
+
+    rec.save_pretrained(tmp_path)
+    loaded = Recommender.from_pretrained(tmp_path)
+    assert (loaded.default_action, loaded.missing_action) == ("like", "[UNK]")
+    skip = make_recommender(missing_action="skip")
+    named = [Event("i1", "skip"), Event("i2", "skip"), Event("i9", "skip")]
+    assert skip.retrieve([history]) == make_recommender().retrieve([named])
+    for name, wanted in (("default_action", "wanted one of"), ("missing_action", r"'\[UNK\]' or")):
+        with pytest.raises(ValueError, match=f"{name} is 'love': .*{wanted}"):
+            make_recommender(**{name: "love"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("hstu", {}),
+        ("hstu", {"block_options": {"hstu": {"bias": "position"}}}),
+        ("transformer", {}),
+        ("llama", {}),
+    ],
+)
+def test_no_time_has_passed_in_a_history_without_timestamps(
+    kind: str,
+    options: dict[str, Any],
+    make_recommender: Callable[..., Recommender],
+    brute_force: Callable[..., Tensor],
+) -> None:
+    """Beside timed histories as alone, and as whole forwards with every time 0."""
+    rec = make_recommender(kind, options=options)
+    events = [Event(f"i{n}", "dislike") for n in (5, 6, 7)]
+    mixed: list[list[Any]] = [HISTORIES[0], events, [], HISTORIES[2]]
+    together = rec.score_catalog(mixed, request_times=[day(2), None, None, day(9)])
+    torch.testing.assert_close(together[1:2], rec.score_catalog([events]), atol=1e-5, rtol=0)
+    items = torch.from_numpy(rec.tokenizer.encode_items(rec.catalog.item_ids))
+    streams = [rec.tokenizer.encode_history(history) for history in mixed]
+    reads_times = kind == "hstu" and not options
+    for row, asked in ((0, day(2)), (1, 0), (2, 0), (3, day(9))):
+        ids = torch.from_numpy(streams[row].input_ids)
+        times = torch.from_numpy(streams[row].timestamps)
+        given = {} if kind == "llama" else {"times": times, "asked": asked}
+        scores = brute_force(rec.model, ids, items, **given)
+        torch.testing.assert_close(together[row], scores, atol=1e-4, rtol=0)
+        # The table has an entry for "at once", so no times at all are another question.
+        blind = brute_force(rec.model, ids, items)
+        assert ((scores - blind).abs().max() > 1e-2) == reads_times
+
+
+def test_a_stranger_may_ask_at_any_time(make_recommender: Callable[..., Recommender]) -> None:
+    rec = make_recommender()
+    never, now = rec.score_catalog([[], []], request_times=[None, day(3)])
+    assert torch.equal(never, now)
+
+
 @pytest.mark.parametrize(
     ("histories", "asked", "message"),
     [
@@ -268,7 +380,7 @@ def test_saved_and_loaded(
     rec = make_recommender(kind, default_action="skip", max_events=3)
     rec.save_pretrained(tmp_path / "model")
     loaded = Recommender.from_pretrained(tmp_path / "model")
-    assert loaded.default_action == "skip"
+    assert loaded.default_action == loaded.missing_action == "skip"
     for ask in (rec.retrieve, rec.recommend):
         again = loaded.retrieve if ask == rec.retrieve else loaded.recommend
         assert names(ask(HISTORIES, k=7)) == names(again(HISTORIES, k=7))

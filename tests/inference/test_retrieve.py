@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gr.inference import Backbone, RowFilter, beam_search, build_filter, prefill, retrieve
+from gr.inference.constraint import ItemSubset
 from gr.inference.retrieve import child_log_probs
-from gr.tokenizer import SidVocabulary
+from gr.tokenizer import Catalog, SidVocabulary
 from gr.tokenizer.trie import ItemTrie
 
 KINDS = ("llama", "gpt2", "transformer", "hstu")
@@ -183,6 +184,114 @@ def test_equals_a_brute_force_when_the_beams_cover(
                 assert (-popularity[a], a) < (-popularity[b], b)
 
 
+def test_types_of_different_levels_and_codes_under_one_trie(
+    make_model: Make, brute_force: Callable[..., Tensor]
+) -> None:
+    """Each request asks for its own types, beside its own exclusions."""
+    rng = np.random.default_rng(4)
+    sizes = {"song": (5, 4, 6), "artist": (9,), "album": (3, 5)}
+    types = [*["song"] * 40, *["artist"] * 12, *["album"] * 20]
+    codes = np.full((72, 3), -1, dtype=np.int32)
+    for row, name in enumerate(types):
+        codes[row, : len(sizes[name])] = rng.integers(0, sizes[name])
+    catalog = Catalog([f"i{row}" for row in range(72)], codes, sizes, types)
+    vocabulary = SidVocabulary(sizes)
+    trie = ItemTrie.from_catalog(catalog, vocabulary)
+    song, artist, album = (ItemSubset.of_type(trie, catalog, name) for name in sizes)
+    new = ItemSubset(trie, np.arange(72) % 3 == 0)
+    allowed = [song & new, artist | album, None, np.array([1, 41, 71]), album]
+    permitted = [
+        {i for i in range(0, 72, 3) if types[i] == "song"},
+        {i for i in range(72) if types[i] != "song"},
+        set(range(72)),
+        {1, 41, 71},
+        {i for i in range(72) if types[i] == "album"},
+    ]
+    excluded = [rng.integers(0, 72, count) for count in (9, 20, 70, 1, 0)]
+    model = make_model("hstu", vocabulary.size)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, vocabulary.size, (5, 6), generator=generator)
+    lengths = torch.tensor([6, 2, 5, 1, 3])
+    keep = build_filter(trie, excluded, allowed)
+    row_Bk, score_Bk = retrieve(prefill(Backbone(model), ids, lengths), trie, 20, 80, keep)
+    at = np.array([vocabulary.types.index(name) for name in types])
+    tokens = torch.from_numpy(vocabulary.mixed_item_tokens(codes, at))
+    for row in range(5):
+        exact = brute_force(model, ids[row, : lengths[row]], tokens)
+        left = sorted(permitted[row] - set(excluded[row].tolist()))
+        best = exact[left].sort(descending=True).values[:20]
+        got = [item for item in row_Bk[row].tolist() if item >= 0]
+        assert len(got) == len(set(got)) == len(best)
+        assert set(got) <= set(left)
+        torch.testing.assert_close(score_Bk[row, : len(got)], best, atol=1e-4, rtol=0)
+        torch.testing.assert_close(score_Bk[row, : len(got)], exact[got], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("levels", [1, 2])
+def test_the_best_items_excluded_leave_the_next_best(
+    levels: int, shared: bool, make_model: Make, brute_force: Callable[..., Tensor]
+) -> None:
+    """More children than beams: exclusions are then looked up for the best alone."""
+    model = make_model("llama")
+    first = torch.arange(5, 45)[:, None]
+    items = first if levels == 1 else torch.cat([first, (first - 5) % 3 + 45], dim=1)
+    trie = ItemTrie(items)
+    stock = ItemSubset(trie, np.arange(40) % 4 != 1)
+    ids, lengths = histories()
+    exact = [brute_force(model, ids[row, : lengths[row]], items) for row in range(3)]
+    ranked = [scores.argsort(descending=True).tolist() for scores in exact]
+    excluded = [np.array(order[:count]) for order, count in zip(ranked, (7, 0, 3), strict=True)]
+    keep = build_filter(trie, excluded, stock if shared else None)
+    row_Bk, score_Bk = retrieve(prefill(Backbone(model), ids, lengths), trie, 5, 5, keep)
+    for row in range(3):
+        gone = set(excluded[row].tolist()) | (set(range(1, 40, 4)) if shared else set())
+        wanted = [item for item in ranked[row] if item not in gone][:5]
+        if levels == 1:
+            assert row_Bk[row].tolist() == wanted
+            torch.testing.assert_close(score_Bk[row], exact[row][wanted], atol=1e-4, rtol=0)
+        assert not set(row_Bk[row].tolist()) & gone
+        assert bool((row_Bk[row] >= 0).all())
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 31, 200])
+def test_as_many_beams_live_as_there_are_leaves_for(
+    width: int, make_model: Make, item_tokens: Tensor
+) -> None:
+    rng = np.random.default_rng(width)
+    trie = ItemTrie(item_tokens)
+    ids, lengths = histories()
+    allowed = [rng.permutation(60)[:count] for count in (60, 11, 1)]
+    prefix = prefill(Backbone(make_model("gpt2")), ids, lengths)
+    beams = beam_search(prefix, trie, width, build_filter(trie, None, allowed))
+    for row in range(3):
+        leaves = {tuple(item_tokens[item].tolist()) for item in allowed[row]}
+        node, score = beams.node_BW[row], beams.score_BW[row]
+        alive = int((node >= 0).sum())
+        assert alive == min(width, len(leaves))
+        assert len(set(node[:alive].tolist())) == alive
+        assert bool(trie.is_leaf(node[:alive]).all())
+        # The dead ones say so, and come last.
+        assert bool((node[alive:] == -1).all())
+        assert bool((score[alive:] == -torch.inf).all())
+        assert bool((score[:alive].diff() <= 0).all())
+
+
+def test_what_the_model_forbids_is_dead_too(make_model: Make) -> None:
+    """Half of these items begin with a token that the model's grammar puts at the second place."""
+    vocabulary = SidVocabulary({"item": (5, 5)})
+    good = torch.from_numpy(vocabulary.item_tokens([[0, 1], [3, 3], [4, 0]]))
+    items = torch.cat([good, good.flip(1)])
+    trie = ItemTrie(items)
+    model = make_model("hstu", vocabulary.size, item_loss="level", vocabulary=vocabulary.to_dict())
+    prefix = prefill(Backbone(model), torch.ones(2, 1, dtype=torch.int64), torch.ones(2).long())
+    beams = beam_search(prefix, trie, 9, RowFilter.everything(6, trie.device))
+    assert (beams.node_BW >= 0).sum(1).tolist() == [3, 3]
+    assert (beams.score_BW > -torch.inf).sum(1).tolist() == [3, 3]
+    row_Bk, _ = retrieve(prefix, trie, 6, 9)
+    assert [sorted(row) for row in row_Bk.tolist()] == [[-1, -1, -1, 0, 1, 2]] * 2
+
+
 def test_nothing_left_is_an_empty_answer_not_an_unconstrained_one(
     make_model: Make, item_tokens: Tensor
 ) -> None:
@@ -242,6 +351,10 @@ def test_bad_arguments_are_named(make_model: Make, item_tokens: Tensor) -> None:
         retrieve(prefix, trie, 0)
     with pytest.raises(ValueError, match="the filter holds 2 requests: wanted 3"):
         retrieve(prefix, trie, 1, keep=build_filter(trie, [np.array([0]), np.array([1])]))
+    with pytest.raises(ValueError, match="keep is over 2 items: wanted the trie's 60"):
+        retrieve(prefix, trie, 1, keep=build_filter(ItemTrie(torch.tensor([[1], [2]]))))
+    with pytest.raises(ValueError, match="the trie has token 48: wanted less than 48"):
+        retrieve(prefix, ItemTrie(torch.tensor([[1], [48]])), 1)
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
     with pytest.raises(ValueError, match="NaN logits"):
