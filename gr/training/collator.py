@@ -22,6 +22,10 @@ class StreamCollator:
     target, and semantic IDs of events that are no retrieval targets. Labels are aligned with
     ``input_ids``; the model shifts them. ``timestamps`` is left out where the data has no clock.
 
+    A bare window reads as a history of item ids alone does when it is served: [UNK] for every
+    action, and time 0 for every event. What the actions were stays its label, so that candidates
+    are ranked after such a history too.
+
     The request time of a window's last token never matters here: what it predicts lies outside.
 
     Args:
@@ -36,6 +40,7 @@ class StreamCollator:
         self.first_sid = vocabulary.base + len(vocabulary.specials)
         self.first_action = vocabulary.first_action
         self.pad = vocabulary.special_token("[PAD]")
+        self.unknown = vocabulary.special_token("[UNK]")
         levels = (self.encoder.item_tokens >= 0).sum(axis=1)
         tokens = levels[events.item] + (1 if vocabulary.actions else 0)
         self._tokens_before = np.zeros(len(events) + 1, dtype=np.int64)
@@ -53,8 +58,9 @@ class StreamCollator:
         offsets = np.zeros(len(count) + 1, dtype=np.int64)
         np.cumsum(count, out=offsets[1:])
         source = np.arange(offsets[-1]) + np.repeat(windows.start - offsets[:-1], count)
-        action = np.where(np.repeat(windows.bare, count), -1, events.action[source])
-        times = None if events.timestamp is None else events.timestamp[source]
+        bare = np.repeat(windows.bare, count)
+        action = events.action[source]
+        times = None if events.timestamp is None else np.where(bare, 0, events.timestamp[source])
         streams = self.encoder.encode_batch(events.item[source], action, times, offsets)
 
         ids = streams.input_ids
@@ -63,6 +69,8 @@ class StreamCollator:
         is_target &= (streams.event >= 0) & (ids >= self.first_sid)
         is_target &= (ids >= self.first_action) | events.is_target[source][event]
         labels = np.where(is_target, ids, IGNORED)
+        hidden = bare[event] & (ids >= self.first_action)
+        ids = np.where(hidden, self.unknown, ids)
 
         length = np.diff(streams.offsets)
         row = np.repeat(np.arange(len(length)), length)

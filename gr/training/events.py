@@ -131,7 +131,8 @@ class Windows:
     Attributes:
         start, stop: int64 [n], the events of a window.
         first_target: int64 [n]; events before it are context that another window has as targets.
-        bare: bool [n], True where the window's actions are hidden from the model.
+        bare: bool [n], True where actions and times are hidden from the model: it reads [UNK] for
+            every action, and one time for all events.
     """
 
     start: IntArray

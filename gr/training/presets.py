@@ -22,7 +22,7 @@ LIKES = (("like", 4.0, None), ("dislike", None, 4.0))
 
 # Residual k-means over what is watched together and what the items are called.
 SEMANTIC_IDS = IdsRecipe(
-    levels=(32, 256),
+    levels=(32, 1024),
     embeddings=(
         EmbeddingRecipe("cooccurrence", window=None),
         EmbeddingRecipe("cooccurrence", window=10),
@@ -54,11 +54,11 @@ HSTU_SID = Recipe(
         "head_bias": True,
         "logit_temperature": 0.06,
         "action_loss_weight": 0.5,
-        "dropout": 0.2,
+        "dropout": 0.1,
     },
     training=TrainingRecipe(
         epochs=16,
-        windows=WindowRecipe(max_events=100, random_cuts=True),
+        windows=WindowRecipe(max_events=100, random_cuts=True, bare_windows=0.1),
         batches=BatchRecipe(tokens=1024),
         optimizer=OptimizerRecipe(learning_rate=3e-3),
         selection=SelectionRecipe(every=4, first=8, ema_decay=0.998),

@@ -109,15 +109,15 @@ class WindowRecipe:
         max_events: most events of one training sequence.
         context: events that a later window of the same user repeats from the one before.
         random_cuts: draw where long histories are cut, anew in every epoch.
-        action_dropout: probability that a sequence shows [UNK] for all its actions, so that the
-            model also serves histories of bare items.
+        bare_windows: probability that a sequence shows [UNK] for all its actions and one time for
+            all its events, so that the model also serves histories of bare item ids.
         positive_actions: only items with these actions are retrieval targets; empty for all.
     """
 
     max_events: int = 200
     context: int = 0
     random_cuts: bool = False
-    action_dropout: float = 0.0
+    bare_windows: float = 0.0
     positive_actions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -128,9 +128,7 @@ class WindowRecipe:
             self.context,
             f"0 <= context < max_events ({self.max_events})",
         )
-        _require(
-            0 <= self.action_dropout <= 1, "action_dropout", self.action_dropout, "a probability"
-        )
+        _require(0 <= self.bare_windows <= 1, "bare_windows", self.bare_windows, "a probability")
 
 
 @dataclass(frozen=True)

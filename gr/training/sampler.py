@@ -40,7 +40,7 @@ class BucketSampler(Sampler[Windows]):
         windows, batches: how to cut and how large; sizes are those of one optimiser step, over
             all processes together.
         epochs: number of passes over the data.
-        seed: with the epoch, decides cuts, hidden actions, batches and their order.
+        seed: with the epoch, decides cuts, bare windows, batches and their order.
         rank, world_size: this process and the number of them.
     """
 
@@ -103,7 +103,7 @@ class BucketSampler(Sampler[Windows]):
             options.context,
             rng if options.random_cuts else None,
         )
-        bare = rng.random(len(windows)) < options.action_dropout
+        bare = rng.random(len(windows)) < options.bare_windows
         windows = Windows(windows.start, windows.stop, windows.first_target, bare)
         lengths = self.collator.lengths(windows)
         # A little noise, so that windows of one length do not meet the same others every epoch.

@@ -112,7 +112,8 @@ def train(
     )
     trainer.train(resume_from_checkpoint=resume)
     if main:
-        save_recommender(model, tokenizer, folder / "model")
+        bare = training.windows.bare_windows > 0
+        save_recommender(model, tokenizer, folder / "model", knows_bare=bare)
         trainer.save_log(
             folder / "train_log.json",
             recipe=recipe.to_dict(),
@@ -156,13 +157,22 @@ def model_config(
 
 
 def save_recommender(
-    model: GRForCausalLM, tokenizer: SemanticIdTokenizer, folder: str | os.PathLike[str]
+    model: GRForCausalLM,
+    tokenizer: SemanticIdTokenizer,
+    folder: str | os.PathLike[str],
+    knows_bare: bool = False,
 ) -> None:
-    """Model, tokenizer, catalogue and trie in one folder."""
-    from gr.inference import Recommender
+    """Model, tokenizer, catalogue and trie in one folder.
 
+    Args:
+        knows_bare: the model was trained on bare windows, so [UNK] stands for missing actions.
+    """
+    from gr.inference import Recommender
+    from gr.inference.histories import UNKNOWN_ACTION
+
+    missing = UNKNOWN_ACTION if knows_bare else None
     with quiet_saving():
-        Recommender(model.eval(), tokenizer).save_pretrained(folder)
+        Recommender(model.eval(), tokenizer, missing_action=missing).save_pretrained(folder)
 
 
 def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from gr.data import Event
+from gr.inference import Backbone
+from gr.inference.histories import HistoryEncoder, Report
 from gr.tokenizer import SemanticIdTokenizer
 from gr.training import EventArrays, StreamCollator, Windows, cut_windows
 from tests.training.world import World
@@ -57,18 +61,62 @@ def test_batches_equal_encoded_windows(
         assert (batch["input_ids"][row, size:] == 0).all()
 
 
-def test_hidden_actions_are_unknown_tokens_without_labels(world: World) -> None:
+def _bare(windows: Windows, bare: list[bool]) -> Windows:
+    return replace(windows, bare=np.array(bare))
+
+
+def test_a_bare_window_hides_actions_and_times_and_teaches_both(world: World) -> None:
     tokenizer, events = world.tokenizer, world.events()
     collator = StreamCollator(events, tokenizer)
     both = cut_windows(events.offsets, 9).take(np.array([0, 0]))
-    batch = collator(Windows(both.start, both.stop, both.first_target, np.array([False, True])))
+    batch = collator(_bare(both, [False, True]))
     shown, hidden = batch["input_ids"]
     is_action = shown >= tokenizer.vocabulary.first_action
     assert is_action.any()
     assert (hidden[is_action] == tokenizer.vocabulary.special_token("[UNK]")).all()
     assert (hidden[~is_action] == shown[~is_action]).all()
-    assert (batch["labels"][1][is_action] == -100).all()
-    assert (batch["labels"][1][~is_action] == batch["labels"][0][~is_action]).all()
+    assert (batch["timestamps"][0] >= 10**9).all()
+    assert (batch["timestamps"][1] == 0).all()
+    assert (batch["labels"][1] == batch["labels"][0]).all()
+    assert (batch["labels"][1][is_action] == shown[is_action]).all()
+    assert not np.isin(batch["labels"], range(len(tokenizer.vocabulary.specials))).any()
+
+
+@pytest.mark.parametrize("positive", [(), ("like",)])
+def test_bare_windows_are_those_of_events_without_actions_and_times(
+    world: World, positive: tuple[str, ...]
+) -> None:
+    events = world.events(positive)
+    blank = replace(
+        events, action=np.full_like(events.action, -1), timestamp=np.zeros(len(events), np.int64)
+    )
+    windows = cut_windows(events.offsets, 9, 4)
+    bare = np.arange(len(windows)) % 3 == 0
+    batch = StreamCollator(events, world.tokenizer)(replace(windows, bare=bare))
+    shown = StreamCollator(events, world.tokenizer)(windows)
+    hidden = StreamCollator(blank, world.tokenizer)(windows)
+    assert batch.keys() == {"input_ids", "attention_mask", "timestamps", "labels"}
+    for name, values in batch.items():
+        expected = shown if name == "labels" else hidden
+        assert (values[bare] == expected[name][bare]).all(), name
+        assert (values[~bare] == shown[name][~bare]).all(), name
+
+
+def test_a_bare_window_is_what_a_served_history_of_item_ids_reads_as(world: World) -> None:
+    events = world.events()
+    windows = cut_windows(events.offsets, 9)
+    batch = StreamCollator(events, world.tokenizer)(_bare(windows, [True] * len(windows)))
+    encoder = HistoryEncoder(world.tokenizer, Backbone(world.model()), "[UNK]", None)
+    histories = [
+        [event.item_id for event in _window_events(world, events, start, stop)]
+        for start, stop in zip(windows.start, windows.stop, strict=True)
+    ]
+    for row, encoded in enumerate(encoder.encode(histories, None, Report())):
+        size = len(encoded.tokens)
+        assert batch["attention_mask"][row].sum() == size
+        assert batch["input_ids"][row, :size].tolist() == encoded.tokens.tolist()
+        assert batch["timestamps"][row, :size].tolist() == encoded.times.tolist()
+        assert encoded.request_time == batch["timestamps"][row, size - 1] == 0
 
 
 def test_unknown_actions_keep_the_stream_rigid(world: World) -> None:
@@ -86,5 +134,7 @@ def test_without_a_clock_there_are_no_timestamps(world: World) -> None:
     events = EventArrays.from_sequences(
         world.sequences, world.catalog, ("like", "dislike"), has_clock=False
     )
-    batch = StreamCollator(events, world.tokenizer)(cut_windows(events.offsets, 9))
-    assert "timestamps" not in batch
+    windows = cut_windows(events.offsets, 9)
+    collator = StreamCollator(events, world.tokenizer)
+    assert "timestamps" not in collator(windows)
+    assert "timestamps" not in collator(_bare(windows, [True] * len(windows)))

@@ -72,6 +72,10 @@ def test_left_out_keys_keep_their_defaults() -> None:
             {"training": {"windows": {"max_events": 5, "context": 5}}},
             r"recipe.training.windows.context: 5, wanted 0 <= context < max_events",
         ),
+        (
+            {"training": {"windows": {"bare_windows": 1.5}}},
+            r"recipe.training.windows.bare_windows: 1.5, wanted a probability",
+        ),
     ],
 )
 def test_mistakes_are_named(data: dict[str, Any], message: str) -> None:

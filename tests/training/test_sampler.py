@@ -9,7 +9,7 @@ import pytest
 from gr.training import BatchRecipe, BucketSampler, WindowRecipe, Windows
 from tests.training.world import World
 
-RANDOM = WindowRecipe(max_events=7, context=2, random_cuts=True, action_dropout=0.3)
+RANDOM = WindowRecipe(max_events=7, context=2, random_cuts=True, bare_windows=0.3)
 FIXED = WindowRecipe(max_events=7, context=2)
 TOKENS = BatchRecipe(tokens=120)
 SEQUENCES = BatchRecipe(tokens=None, sequences=5)
@@ -112,9 +112,9 @@ def test_epoch_of_counts_parts_of_epochs(world: World) -> None:
     assert sampler.epoch_of(sampler.num_steps) == 3
 
 
-def test_hidden_actions_come_at_the_asked_rate() -> None:
+def test_bare_windows_come_at_the_asked_rate() -> None:
     collator = World(users=300, longest=5).collator()
-    options = WindowRecipe(max_events=7, action_dropout=0.25)
+    options = WindowRecipe(max_events=7, bare_windows=0.25)
     sampler = BucketSampler(collator, options, TOKENS, 4, 0)
     bare = np.concatenate([batch.bare for batch in sampler])
     # 1200 draws: four standard deviations are .05.

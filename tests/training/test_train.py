@@ -44,7 +44,7 @@ RECIPE = Recipe(
     training=TrainingRecipe(
         epochs=2,
         tensorboard=False,
-        windows=WindowRecipe(max_events=6, random_cuts=True, action_dropout=0.2),
+        windows=WindowRecipe(max_events=6, random_cuts=True, bare_windows=0.2),
         batches=BatchRecipe(tokens=500),
         selection=SelectionRecipe(ema_decay=0.5),
     ),
@@ -86,6 +86,8 @@ def test_a_run_leaves_a_loadable_recommender(events: Path, tmp_path: Path) -> No
     assert loaded.retrieve([history], k=5) == direct.retrieve([history], k=5)
     assert len(loaded.retrieve([history], k=5)[0]) == 5
     assert loaded.catalog.title("i3") == "red number 3"
+    # It was trained on bare windows; what it ranks by is another matter.
+    assert (loaded.missing_action, loaded.default_action) == ("[UNK]", "like")
     log = json.loads((tmp_path / "run" / "train_log.json").read_text())
     assert log["split_hash"] == run.data.split.split_hash
     assert Recipe.from_dict(log["recipe"]) == RECIPE
@@ -236,11 +238,13 @@ def test_data_without_a_clock_makes_a_model_without_time_tables(
     recipe = replace(
         RECIPE,
         ids=replace(RECIPE.ids, embeddings=(EmbeddingRecipe(dimension=4),)),
-        training=replace(RECIPE.training, epochs=1),
+        training=replace(RECIPE.training, epochs=1, windows=WindowRecipe(max_events=6)),
     )
     run = train(read_table(ordered), recipe, tmp_path / "run")
     assert not any("time_bias" in name for name, _ in run.model.named_parameters())
     assert any("position_bias" in name for name, _ in run.model.named_parameters())
+    # No window was bare, so [UNK] means nothing to this model.
+    assert Recommender.from_pretrained(tmp_path / "run" / "model").missing_action == "like"
 
 
 def test_unit_rows_forget_how_often_an_item_occurs(events: Path) -> None:
