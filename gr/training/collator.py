@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gr.tokenizer import SemanticIdTokenizer
-from gr.training.events import EventArrays, IntArray, Windows
+from gr.training.events import EventArrays, IntArray, Windows, draw_ties
 
 IGNORED = -100
 
@@ -58,6 +58,9 @@ class StreamCollator:
         offsets = np.zeros(len(count) + 1, dtype=np.int64)
         np.cumsum(count, out=offsets[1:])
         source = np.arange(offsets[-1]) + np.repeat(windows.start - offsets[:-1], count)
+        if windows.tie_draw is not None and events.timestamp is not None:
+            window = np.repeat(np.arange(len(count)), count)
+            source = draw_ties(source, window, events.timestamp[source], windows.tie_draw)
         bare = np.repeat(windows.bare, count)
         action = events.action[source]
         times = None if events.timestamp is None else np.where(bare, 0, events.timestamp[source])

@@ -133,21 +133,47 @@ class Windows:
         first_target: int64 [n]; events before it are context that another window has as targets.
         bare: bool [n], True where actions and times are hidden from the model: it reads [UNK] for
             every action, and one time for all events.
+        tie_draw: uint64 [n], the number from which the order of a window's simultaneous events is
+            drawn; None leaves them in the order of the data.
     """
 
     start: IntArray
     stop: IntArray
     first_target: IntArray
     bare: npt.NDArray[np.bool_]
+    tie_draw: npt.NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
         return len(self.start)
 
     def take(self, index: IntArray) -> Windows:
         """The windows at positions ``index``, int64 [k]."""
+        draw = None if self.tie_draw is None else self.tie_draw[index]
         return Windows(
-            self.start[index], self.stop[index], self.first_target[index], self.bare[index]
+            self.start[index], self.stop[index], self.first_target[index], self.bare[index], draw
         )
+
+
+def draw_ties(
+    position: IntArray, window: IntArray, timestamp: IntArray, tie_draw: npt.NDArray[np.uint64]
+) -> IntArray:
+    """Events of windows with those of one time in an order drawn for each window.
+
+    Args:
+        position: int64 [e], the windows' events one after another, as positions in `EventArrays`.
+        window: int64 [e], ascending, the window of each.
+        timestamp: int64 [e].
+        tie_draw: uint64 [n], see `Windows`.
+
+    Returns:
+        int64 [e]: ``position``, re-ordered among equals.
+    """
+    # SplitMix64's finaliser: a draw for each event that depends on nothing else of the batch.
+    bits = tie_draw[window] + position.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    drawn: IntArray = position[np.lexsort((bits ^ (bits >> np.uint64(31)), timestamp, window))]
+    return drawn
 
 
 def cut_windows(

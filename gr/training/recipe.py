@@ -111,6 +111,8 @@ class WindowRecipe:
         random_cuts: draw where long histories are cut, anew in every epoch.
         bare_windows: probability that a sequence shows [UNK] for all its actions and one time for
             all its events, so that the model also serves histories of bare item ids.
+        shuffle_ties: draw the order of a user's simultaneous events anew in every epoch: the data
+            has one for them, which means nothing.
         positive_actions: only items with these actions are retrieval targets; empty for all.
     """
 
@@ -118,6 +120,7 @@ class WindowRecipe:
     context: int = 0
     random_cuts: bool = False
     bare_windows: float = 0.0
+    shuffle_ties: bool = False
     positive_actions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

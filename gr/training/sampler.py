@@ -8,6 +8,7 @@ reached again from (seed, epoch) alone. Legend: n windows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -104,7 +105,10 @@ class BucketSampler(Sampler[Windows]):
             rng if options.random_cuts else None,
         )
         bare = rng.random(len(windows)) < options.bare_windows
-        windows = Windows(windows.start, windows.stop, windows.first_target, bare)
+        draw = None
+        if options.shuffle_ties:
+            draw = rng.integers(2**64, size=len(windows), dtype=np.uint64)
+        windows = replace(windows, bare=bare, tie_draw=draw)
         lengths = self.collator.lengths(windows)
         # A little noise, so that windows of one length do not meet the same others every epoch.
         noise = 1.0 + self.batches.length_noise * rng.random(len(lengths))
@@ -121,7 +125,8 @@ class BucketSampler(Sampler[Windows]):
 def _idle(batch: Windows) -> Windows:
     """One event without a target, for a part that a small batch leaves nothing for."""
     first = batch.start[:1]
-    return Windows(first, first + 1, first + 1, batch.bare[:1])
+    one = batch.take(np.zeros(1, dtype=np.int64))
+    return replace(one, stop=first + 1, first_target=first + 1)
 
 
 def _token_bounds(lengths: IntArray, tokens: int) -> list[int]:

@@ -138,3 +138,23 @@ def test_without_a_clock_there_are_no_timestamps(world: World) -> None:
     collator = StreamCollator(events, world.tokenizer)
     assert "timestamps" not in collator(windows)
     assert "timestamps" not in collator(_bare(windows, [True] * len(windows)))
+
+
+def test_ties_change_the_order_and_no_target(world: World) -> None:
+    """Events of one time trade places whole: item, action and label together."""
+    events = world.events()
+    events = replace(events, timestamp=10**9 + np.arange(len(events)) // 4)
+    collator = StreamCollator(events, world.tokenizer)
+    windows = cut_windows(events.offsets, 9, 4)
+    draw = np.arange(len(windows), dtype=np.uint64)
+    plain, drawn = collator(windows), collator(replace(windows, tie_draw=draw))
+    assert (plain["timestamps"] == drawn["timestamps"]).all()
+    assert (plain["input_ids"] != drawn["input_ids"]).any()
+    for row in range(len(windows)):
+        both = []
+        for batch in (plain, drawn):
+            size = int(batch["attention_mask"][row].sum())
+            ids = batch["input_ids"][row, 1:size].view(-1, 3).tolist()
+            labels = batch["labels"][row, 1:size].view(-1, 3).tolist()
+            both.append(sorted(zip(ids, labels, strict=True)))
+        assert both[0] == both[1]

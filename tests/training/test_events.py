@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from gr.training import EventArrays, cut_windows
+from gr.training.events import draw_ties
 from tests.training.world import World
 
 
@@ -109,3 +110,31 @@ def test_random_cuts_move_from_epoch_to_epoch() -> None:
 def test_context_must_leave_room() -> None:
     with pytest.raises(ValueError, match="wanted 0 <= context < max_events"):
         cut_windows(np.array([0, 3]), 5, 5)
+
+
+def test_only_simultaneous_events_change_places() -> None:
+    rng = np.random.default_rng(0)
+    count = rng.integers(1, 12, 200)
+    window = np.repeat(np.arange(200), count)
+    position = 7 + np.arange(len(window))
+    timestamp = np.sort(rng.integers(0, 5, len(window)) + 10 * window)
+    draw = rng.integers(2**64, size=200, dtype=np.uint64)
+    drawn = draw_ties(position, window, timestamp, draw)
+    # Time goes on as it did, and every time has the events it had.
+    assert (timestamp[drawn - 7] == timestamp).all() and (window[drawn - 7] == window).all()
+    assert sorted(drawn) == position.tolist()
+    assert (drawn != position).mean() > 0.3
+    assert (draw_ties(position, window, timestamp, draw) == drawn).all()
+    # A window's order is its own affair.
+    only = window == 17
+    alone = draw_ties(position[only], 0 * window[only], timestamp[only], draw[17:18])
+    assert (alone == drawn[only]).all()
+
+
+def test_every_order_of_ties_is_as_likely() -> None:
+    position, window = np.tile(np.arange(3), 6000), np.repeat(np.arange(6000), 3)
+    draw = np.random.default_rng(1).integers(2**64, size=6000, dtype=np.uint64)
+    drawn = draw_ties(position, window, 0 * window, draw).reshape(-1, 3)
+    counts = np.unique(drawn, axis=0, return_counts=True)[1]
+    # 6 orders, 1000 expected of each; four standard deviations are 116.
+    assert len(counts) == 6 and abs(counts - 1000).max() < 116

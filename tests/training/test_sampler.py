@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -119,3 +120,19 @@ def test_bare_windows_come_at_the_asked_rate() -> None:
     bare = np.concatenate([batch.bare for batch in sampler])
     # 1200 draws: four standard deviations are .05.
     assert abs(bare.mean() - 0.25) < 0.05
+
+
+def test_ties_are_drawn_anew_in_every_epoch_whatever_the_processes() -> None:
+    collator = World(users=30).collator()
+    options = replace(RANDOM, shuffle_ties=True)
+    draws = [batch.tie_draw for batch in BucketSampler(collator, options, TOKENS, 3, 1)]
+    every = np.concatenate([draw for draw in draws if draw is not None])
+    assert len(np.unique(every)) == len(every) > 30
+    sharded = [
+        batch.tie_draw
+        for rank in range(2)
+        for batch in BucketSampler(collator, options, TOKENS, 3, 1, rank, 2)
+        if batch.first_target[0] < batch.stop[0]
+    ]
+    assert set(np.concatenate([d for d in sharded if d is not None])) == set(every)
+    assert all(batch.tie_draw is None for batch in BucketSampler(collator, RANDOM, TOKENS, 1, 1))

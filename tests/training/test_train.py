@@ -44,7 +44,7 @@ RECIPE = Recipe(
     training=TrainingRecipe(
         epochs=2,
         tensorboard=False,
-        windows=WindowRecipe(max_events=6, random_cuts=True, bare_windows=0.2),
+        windows=WindowRecipe(max_events=6, random_cuts=True, bare_windows=0.2, shuffle_ties=True),
         batches=BatchRecipe(tokens=500),
         selection=SelectionRecipe(ema_decay=0.5),
     ),

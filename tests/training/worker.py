@@ -44,7 +44,9 @@ def resumable(output: Path, callbacks: list[TrainerCallback] | None = None) -> G
         save_steps=4,
         log_steps=3,
         tensorboard=False,
-        windows=WindowRecipe(max_events=12, context=3, random_cuts=True, bare_windows=0.3),
+        windows=WindowRecipe(
+            max_events=12, context=3, random_cuts=True, bare_windows=0.3, shuffle_ties=True
+        ),
         batches=BatchRecipe(tokens=300),
         optimizer=OptimizerRecipe(learning_rate=0.01, warmup_steps=3),
         selection=SelectionRecipe(metric="score", ema_decay=0.9),
