@@ -58,7 +58,7 @@ HSTU_SID = Recipe(
     },
     training=TrainingRecipe(
         epochs=16,
-        windows=WindowRecipe(max_events=100, random_cuts=True, bare_windows=0.1),
+        windows=WindowRecipe(max_events=100, random_cuts=True, bare_windows=0.1, shuffle_ties=True),
         batches=BatchRecipe(tokens=1024),
         optimizer=OptimizerRecipe(learning_rate=3e-3),
         selection=SelectionRecipe(every=4, first=8, ema_decay=0.998),
@@ -77,7 +77,7 @@ HSTU_ATOMIC = Recipe(
     },
     training=TrainingRecipe(
         epochs=14,
-        windows=WindowRecipe(max_events=200, random_cuts=True),
+        windows=WindowRecipe(max_events=200, random_cuts=True, shuffle_ties=True),
         batches=BatchRecipe(tokens=1024),
         optimizer=OptimizerRecipe(learning_rate=3e-3),
         selection=SelectionRecipe(every=7, first=7, ema_decay=0.998),
