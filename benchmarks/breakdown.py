@@ -99,9 +99,9 @@ def retrieval_points() -> list[tuple[Any, str, str]]:
     # The package's function of the same name hides the module from an ordinary import.
     search = importlib.import_module("gr.inference.retrieve")
     return [
-        (ItemTrie, "children", "children"),
+        (ItemTrie, "fan_out", "children"),
         (RowFilter, "count", "count"),
-        (search, "child_log_probs", "log-softmax"),
+        (search, "_gains", "log-softmax"),
         (torch.Tensor, "topk", "top-k"),
     ]
 

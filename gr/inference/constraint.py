@@ -1,7 +1,6 @@
 """Which items a request may return, counted below any trie node without visiting the items.
 
-Legend: B requests (or 1: the same for all), n items, E listed items of the longest request, C
-children of a node.
+Legend: B requests (or 1: the same for all), n items, E listed items of the longest request.
 
 A `RowFilter` is a subset of the trie's sorted rows, per request: a *base* without a short list of
 *excluded* rows. The base is everything, an `ItemSubset` (a type, what is in stock, what is new:
@@ -14,6 +13,7 @@ are long: nothing of the catalogue's size is touched, whatever is combined.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -140,7 +140,8 @@ class ItemSubset:
         self._adopt(trie, torch.from_numpy(mask).to(trie.device))
 
     def _adopt(self, trie: ItemTrie, mask_n: Tensor) -> ItemSubset:
-        self.trie, self._mask_n = trie, mask_n
+        # A subset that someone keeps must not keep the trie of a catalogue that was replaced.
+        self._trie, self._mask_n = weakref.ref(trie), mask_n
         self._counted = _Counted.of(mask_n[None])
         self._size = int(mask_n.sum())
         return self
@@ -160,16 +161,25 @@ class ItemSubset:
         return self._size
 
     def __and__(self, other: ItemSubset) -> ItemSubset:
-        return self._derived(self._mask_n & other.of(self.trie)._mask_n)
+        trie = self._its_trie()
+        return self._derived(trie, self._mask_n & other.of(trie)._mask_n)
 
     def __or__(self, other: ItemSubset) -> ItemSubset:
-        return self._derived(self._mask_n | other.of(self.trie)._mask_n)
+        trie = self._its_trie()
+        return self._derived(trie, self._mask_n | other.of(trie)._mask_n)
 
     def __invert__(self) -> ItemSubset:
-        return self._derived(~self._mask_n)
+        return self._derived(self._its_trie(), ~self._mask_n)
 
-    def _derived(self, mask_n: Tensor) -> ItemSubset:
-        return ItemSubset.__new__(ItemSubset)._adopt(self.trie, mask_n)
+    @classmethod
+    def _derived(cls, trie: ItemTrie, mask_n: Tensor) -> ItemSubset:
+        return cls.__new__(cls)._adopt(trie, mask_n)
+
+    def _its_trie(self) -> ItemTrie:
+        trie = self._trie()
+        if trie is None:
+            raise ValueError("the subset's trie is gone: wanted one that is still in use")
+        return trie
 
     def of(self, trie: ItemTrie) -> ItemSubset:
         """This subset, if it is one of the trie's.
@@ -177,7 +187,7 @@ class ItemSubset:
         Raises:
             ValueError: it belongs to another trie, or the trie has moved since.
         """
-        if self.trie is not trie:
+        if self._trie() is not trie:
             raise ValueError("the subset was made for another trie: wanted one made for this trie")
         if self._mask_n.device != trie.device:
             raise ValueError(

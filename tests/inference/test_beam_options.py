@@ -23,6 +23,7 @@ from gr.inference.beam_options import (
     conditioned,
     gumbel_noise,
     logsumexp_of_group,
+    spread_topk,
     sum_before_in_group,
 )
 from gr.tokenizer.trie import ItemTrie
@@ -177,6 +178,9 @@ def test_the_places_go_to_other_prefixes(make_model: Make) -> None:
     options = BeamOptions(max_per_prefix=2)
     node = beam_search(prefix, trie, 10, everything, options).node_BW[0]
     assert sorted(items[trie.order[trie.rows(n)[0]]][0] for n in node) == [10, 10, *range(11, 19)]
+    # More beams than that find nothing else, and say so.
+    node = beam_search(prefix, trie, 14, everything, options).node_BW[0]
+    assert (node >= 0).tolist() == [True] * 10 + [False] * 4
 
 
 # ---- sampling --------------------------------------------------------------------------------
@@ -348,6 +352,27 @@ def test_sums_in_groups() -> None:
     at = torch.from_numpy(group + 1)
     sums = torch.zeros(6, 5, dtype=torch.float64).scatter_add_(1, at, value.exp()).gather(1, at)
     torch.testing.assert_close(logsumexp_of_group(value, at, 5), sums.log())
+
+
+def test_places_beyond_the_shares_go_to_the_best_of_the_rest() -> None:
+    rng = np.random.default_rng(2)
+    key = rng.normal(size=(20, 30))
+    key[rng.random((20, 30)) < 0.3] = -np.inf
+    group = rng.integers(0, 5, (20, 30))
+    got_key, best, beyond = spread_topk(torch.from_numpy(key), torch.from_numpy(group), 3, 18)
+    for row in range(20):
+        ranked = [int(i) for i in np.argsort(-key[row]) if key[row, i] > -np.inf]
+        had: Counter[int] = Counter()
+        shares: list[int] = []
+        rest: list[int] = []
+        for at in ranked:
+            had[group[row, at]] += 1
+            (shares if had[group[row, at]] <= 3 else rest).append(at)
+        wanted = (shares + rest)[:18]
+        assert best[row, : len(wanted)].tolist() == wanted
+        assert beyond[row, : len(wanted)].tolist() == [at in rest for at in wanted]
+        assert got_key[row, : len(wanted)].tolist() == key[row, wanted].tolist()
+        assert bool((got_key[row, len(wanted) :] == -torch.inf).all())
 
 
 @pytest.mark.parametrize(

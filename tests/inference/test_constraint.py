@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,18 @@ def test_subsets_combine_as_sets() -> None:
         assert_holds(
             build_filter(trie, None, subset), [{int(trie.sorted_row[i]) for i in wanted}], 5
         )
+
+
+def test_a_subset_does_not_keep_a_trie_that_nobody_uses() -> None:
+    trie = ItemTrie(torch.tensor([[3, 1], [1, 1]]))
+    subset, held = ItemSubset(trie, [0]), weakref.ref(trie)
+    subset = ~(subset | ~subset)
+    del trie
+    gc.collect()
+    assert held() is None
+    assert len(subset) == 0
+    with pytest.raises(ValueError, match="the subset's trie is gone"):
+        assert ~subset
 
 
 def test_the_types_of_a_catalogue_are_subsets() -> None:

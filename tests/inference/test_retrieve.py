@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -290,6 +291,23 @@ def test_what_the_model_forbids_is_dead_too(make_model: Make) -> None:
     assert (beams.score_BW > -torch.inf).sum(1).tolist() == [3, 3]
     row_Bk, _ = retrieve(prefix, trie, 6, 9)
     assert [sorted(row) for row in row_Bk.tolist()] == [[-1, -1, -1, 0, 1, 2]] * 2
+
+
+def test_a_row_for_which_the_model_forbids_everything_is_dead(
+    make_model: Make, item_tokens: Tensor
+) -> None:
+    """All logits -inf are neither NaN nor an answer, and the other rows keep theirs."""
+    trie = ItemTrie(item_tokens)
+    ids, lengths = histories()
+    prefix = prefill(Backbone(make_model("llama")), ids, lengths)
+    wanted = retrieve(prefix, trie, 5)
+    logits_BV = prefix.logits_BV.clone()
+    logits_BV[1] = -torch.inf
+    row_Bk, score_Bk = retrieve(replace(prefix, logits_BV=logits_BV), trie, 5)
+    assert row_Bk[1].tolist() == [-1] * 5
+    assert score_Bk[1].tolist() == [-torch.inf] * 5
+    assert torch.equal(row_Bk[::2], wanted[0][::2])
+    torch.testing.assert_close(score_Bk[::2], wanted[1][::2])
 
 
 def test_nothing_left_is_an_empty_answer_not_an_unconstrained_one(
