@@ -69,6 +69,23 @@ def ranking(result: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+def tries(result: Mapping[str, Any]) -> Iterator[str]:
+    config = result["config"]
+    yield (
+        f"\nThe trie, and what one beam step costs outside the model: {config['users']} users, "
+        f"{config['beams']} beams, without a constraint and with {config['seen']} seen items left "
+        f"out within a subset of the catalogue. {_where(result)}\n"
+    )
+    columns = ("items × tokens", "build s", "build peak MB", "trie MB", "ms per step", "constrained")
+    rows = []
+    for name, found in result["catalogues"].items():
+        build, step = found["build"], found["step_ms"]
+        held = build["trie_mb"] + build["tables_mb"]
+        cells = (build["seconds"], build["memory_mb"], held, step["all"], step["both"])
+        rows.append([name, *map(_short, cells)])
+    yield from _table(columns, rows)
+
+
 def _batch(method: str) -> str:
     return "one by one" if method == "one_by_one" else f"{method.removeprefix('repeated_')} at once"
 
@@ -99,7 +116,7 @@ def main() -> None:
         print(__doc__)
         return
     folder = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
-    for name, show in (("retrieve", retrieval), ("rank", ranking)):
+    for name, show in (("retrieve", retrieval), ("rank", ranking), ("trie", tries)):
         text = (folder / f"{name}.json").read_text(encoding="utf-8")
         print("\n".join(show(json.loads(text))))
 

@@ -57,11 +57,11 @@ HSTU_SID = Recipe(
         "dropout": 0.1,
     },
     training=TrainingRecipe(
-        epochs=16,
+        epochs=14,
         windows=WindowRecipe(max_events=100, random_cuts=True, bare_windows=0.1, shuffle_ties=True),
         batches=BatchRecipe(tokens=1024),
         optimizer=OptimizerRecipe(learning_rate=3e-3),
-        selection=SelectionRecipe(every=4, first=8, ema_decay=0.998),
+        selection=SelectionRecipe(every=3, first=8, ema_decay=0.998),
     ),
 )
 
