@@ -37,6 +37,7 @@ from gr.eval.baselines import evaluate_baselines
 from gr.eval.rows import EvaluationSet
 from gr.inference import Recommender
 from gr.tokenizer import catalog_report
+from gr.training.checkpoints import quiet_files
 from gr.training.presets import PRESETS
 from gr.training.train import TrainedRun, train
 
@@ -95,11 +96,14 @@ def run_demo(
     data = main.data
 
     say("evaluating on the whole catalogue, seen items excluded")
-    recommender = Recommender.from_pretrained(main.folder / "model")
+    with quiet_files():
+        served = {
+            name: Recommender.from_pretrained(run.folder / "model") for name, run in runs.items()
+        }
+    recommender = served["hstu-sid"]
     retrieval = evaluate_baselines(data.split.train, data.split.test, recommender.catalog)
     for name in ("hstu-atomic", "hstu-sid"):
-        served = Recommender.from_pretrained(runs[name].folder / "model")
-        retrieval[name] = evaluate_recommender(served, data.split.test)
+        retrieval[name] = evaluate_recommender(served[name], data.split.test)
     held_out = one_request(data.split.validation, data.split.test)
     ranking = evaluate_actions(recommender, held_out, "like")
 

@@ -62,8 +62,8 @@ def remove_checkpoints(run: str | os.PathLike[str], keep: set[int]) -> None:
 
 
 @contextmanager
-def quiet_saving() -> Iterator[None]:
-    """No progress bar for each saved file inside."""
+def quiet_files() -> Iterator[None]:
+    """No progress bar for each file that is saved or loaded inside."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -27,7 +27,7 @@ from gr.data.whole_file import whole_file
 from gr.model import GRConfig, GRForCausalLM
 from gr.tokenizer import SemanticIdTokenizer
 from gr.training.arguments import training_arguments
-from gr.training.checkpoints import quiet_saving
+from gr.training.checkpoints import quiet_files
 from gr.training.collator import StreamCollator
 from gr.training.events import EventArrays
 from gr.training.ids import Ids, build_ids
@@ -171,7 +171,7 @@ def save_recommender(
     from gr.inference.histories import UNKNOWN_ACTION
 
     missing = UNKNOWN_ACTION if knows_bare else None
-    with quiet_saving():
+    with quiet_files():
         Recommender(model.eval(), tokenizer, missing_action=missing).save_pretrained(folder)
 
 

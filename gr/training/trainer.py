@@ -44,7 +44,7 @@ from gr.training.checkpoints import (
     checkpoint_folder,
     latest_checkpoint,
     mark_complete,
-    quiet_saving,
+    quiet_files,
     remove_checkpoints,
 )
 from gr.training.collator import StreamCollator
@@ -330,7 +330,7 @@ class GRTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         # The stock version adds its arguments as a pickle.
-        with quiet_saving():
+        with quiet_files():
             self.network.save_pretrained(output_dir or self.folder, state_dict=state_dict)
 
     def save_log(self, path: str | os.PathLike[str], **more: Any) -> None:
