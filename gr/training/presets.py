@@ -58,6 +58,7 @@ HSTU_SID = Recipe(
     },
     training=TrainingRecipe(
         epochs=14,
+        threads=1,
         windows=WindowRecipe(max_events=100, random_cuts=True, bare_windows=0.1, shuffle_ties=True),
         batches=BatchRecipe(tokens=1024),
         optimizer=OptimizerRecipe(learning_rate=3e-3),
@@ -77,6 +78,7 @@ HSTU_ATOMIC = Recipe(
     },
     training=TrainingRecipe(
         epochs=14,
+        threads=1,
         windows=WindowRecipe(max_events=200, random_cuts=True, shuffle_ties=True),
         batches=BatchRecipe(tokens=1024),
         optimizer=OptimizerRecipe(learning_rate=3e-3),

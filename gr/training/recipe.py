@@ -242,6 +242,8 @@ class TrainingRecipe:
             validation writes; None for those alone.
         log_steps: optimiser steps between log entries.
         tensorboard: write TensorBoard events.
+        threads: CPU threads of each process while it trains; None leaves them as they are. The many
+            small operations of a small model take longer on several threads than on one.
     """
 
     epochs: int = 20
@@ -251,6 +253,7 @@ class TrainingRecipe:
     save_steps: int | None = None
     log_steps: int = 50
     tensorboard: bool = True
+    threads: int | None = None
     windows: WindowRecipe = field(default_factory=WindowRecipe)
     batches: BatchRecipe = field(default_factory=BatchRecipe)
     optimizer: OptimizerRecipe = field(default_factory=OptimizerRecipe)
@@ -259,6 +262,12 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         _require(self.epochs > 0, "epochs", self.epochs, "a positive number")
         _require(self.log_steps > 0, "log_steps", self.log_steps, "a positive number")
+        _require(
+            self.threads is None or self.threads > 0,
+            "threads",
+            self.threads,
+            "a positive number or null",
+        )
         _require(
             self.save_steps is None or self.save_steps > 0,
             "save_steps",

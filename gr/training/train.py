@@ -14,11 +14,13 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, set_seed
 
@@ -110,7 +112,8 @@ def train(
         callbacks,
         progress,
     )
-    trainer.train(resume_from_checkpoint=resume)
+    with _threads(training.threads):
+        trainer.train(resume_from_checkpoint=resume)
     if main:
         bare = training.windows.bare_windows > 0
         save_recommender(model, tokenizer, folder / "model", knows_bare=bare)
@@ -173,6 +176,16 @@ def save_recommender(
     missing = UNKNOWN_ACTION if knows_bare else None
     with quiet_files():
         Recommender(model.eval(), tokenizer, missing_action=missing).save_pretrained(folder)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _claim(folder: Path, recipe: Recipe, resume: bool) -> None:

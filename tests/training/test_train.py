@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from gr.data import Event, read_table
 from gr.eval import EvaluationSet
@@ -258,3 +260,23 @@ def test_unit_rows_forget_how_often_an_item_occurs(events: Path) -> None:
         short / np.linalg.norm(short, axis=1, keepdims=True), long / length[:, None], atol=1e-5
     )
     np.testing.assert_allclose(np.linalg.norm(short, axis=1), 1, atol=1e-5)
+
+
+def test_threads_are_those_of_the_recipe_while_it_trains(events: Path, tmp_path: Path) -> None:
+    class Watch(TrainerCallback):
+        seen: ClassVar[set[int]] = set()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seen.add(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    recipe = replace(RECIPE, training=replace(RECIPE.training, epochs=1, threads=before + 1))
+    train(
+        read_table(events),
+        replace(recipe, ids=replace(RECIPE.ids, embeddings=RECIPE.ids.embeddings[:1])),
+        tmp_path / "run",
+        callbacks=[Watch()],
+    )
+    assert Watch.seen == {before + 1} and torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="threads: 0, wanted a positive number or null"):
+        replace(RECIPE.training, threads=0)
