@@ -76,7 +76,14 @@ def tries(result: Mapping[str, Any]) -> Iterator[str]:
         f"{config['beams']} beams, without a constraint and with {config['seen']} seen items left "
         f"out within a subset of the catalogue. {_where(result)}\n"
     )
-    columns = ("items × tokens", "build s", "build peak MB", "trie MB", "ms per step", "constrained")
+    columns = (
+        "items × tokens",
+        "build s",
+        "build peak MB",
+        "trie MB",
+        "ms per step",
+        "constrained",
+    )
     rows = []
     for name, found in result["catalogues"].items():
         build, step = found["build"], found["step_ms"]
