@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from gr.kernels.hstu_attention import Geometry, build_geometry
+from gr.kernels.hstu_attention import Geometry, Visibility, build_geometry
 
 T = TypeVar("T")
 
@@ -32,6 +32,8 @@ class Layout:
         branch_BQA: bool, which of the last A keys a query sees (its ancestors and itself). Every
             key before those A is shared prefix and visible if valid. None means a plain causal
             stream: a query sees the valid keys before it in the row, and itself.
+        window: a query sees only keys fewer than this many positions back; None for all.
+        context: the tokens at the first so many positions see each other and are seen by all.
 
     Source: DESIGN of this project; HSTU appendix H for the candidate mask (M-FALCON).
     """
@@ -42,6 +44,8 @@ class Layout:
     time_BK: Tensor | None = None
     query_time_BQ: Tensor | None = None
     branch_BQA: Tensor | None = None
+    window: int | None = None
+    context: int = 0
     _derived: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -58,37 +62,40 @@ class Layout:
         Rows of padding keep one visible key so that a softmax over them stays finite; no valid
         query sees padding, so their values reach nothing.
         """
-        num_keys, num_queries = self.num_keys, self.num_queries
-        device = self.valid_BK.device
-        key = torch.arange(num_keys, device=device)
-        query = torch.arange(num_keys - num_queries, num_keys, device=device)
-        if self.branch_BQA is None:
-            seen = (key[None, :] <= query[:, None])[None]
-        else:
-            prefix = num_keys - self.branch_BQA.shape[2]
-            shared = self.branch_BQA.new_ones(1, 1, 1).expand(*self.branch_BQA.shape[:2], prefix)
-            seen = torch.cat([shared, self.branch_BQA], dim=2)
-        itself = key[None, :] == query[:, None]
-        return ((seen & self.valid_BK[:, None, :]) | itself)[:, None]
+        return self.visible.mask_BQK[:, None]
 
     @property
     def shared_mask(self) -> Tensor:
-        """``mask()``, computed once and read by every layer."""
-        return self._once("mask", self.mask)
+        """``mask()``; computed once and read by every layer."""
+        return self.mask()
+
+    @property
+    def visible(self) -> Visibility:
+        """The rule of who sees whom, which fused kernels read instead of the matrix."""
+        return self._once(
+            "visible",
+            lambda: Visibility(
+                self.valid_BK,
+                self.position_BK,
+                self.num_queries,
+                self.branch_BQA,
+                self.window,
+                self.context,
+            ),
+        )
 
     def geometry(self, max_distance: int, num_time_buckets: int) -> Geometry:
         """Distances and time buckets of HSTU's relative bias, computed once for all layers."""
         return self._once(
             (max_distance, num_time_buckets),
             lambda: build_geometry(
-                self.shared_mask[:, 0],
+                self.visible,
                 self.position_BQ,
                 self.position_BK,
                 self.query_time_BQ,
                 self.time_BK,
                 max_distance=max_distance,
                 num_buckets=num_time_buckets,
-                causal=self.branch_BQA is None,
             ),
         )
 

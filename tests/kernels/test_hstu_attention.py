@@ -149,7 +149,7 @@ def test_time_buckets_are_exact_for_large_timestamps() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     tensors, time_BK, query_time, mask = inputs(1, 2, 2, torch.float32)
-    with pytest.raises(ValueError, match=r"impl: 'fast', wanted 'auto', 'reference' or 'cpu'"):
+    with pytest.raises(ValueError, match=r"impl: 'fast', wanted 'auto', 'reference', 'cpu'"):
         run(tensors, time_BK, query_time, mask, cast(Impl, "fast"))
     geometry = build_geometry(
         mask,

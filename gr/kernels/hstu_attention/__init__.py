@@ -6,17 +6,21 @@ result is A v. Source: HSTU §3.1 and its public code.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from gr.kernels.hstu_attention.geometry import Geometry, build_geometry, time_bucket
 from gr.kernels.hstu_attention.pointwise import pointwise_attention
 from gr.kernels.hstu_attention.reference import reference_attention
+from gr.kernels.hstu_attention.visibility import Visibility
 
-__all__ = ["Geometry", "Impl", "build_geometry", "hstu_attention", "time_bucket"]
+__all__ = ["Geometry", "Impl", "Visibility", "build_geometry", "hstu_attention", "time_bucket"]
 
-Impl = Literal["auto", "reference", "cpu"]
+Impl = Literal["auto", "reference", "cpu", "triton"]
 
 
 def hstu_attention(
@@ -42,10 +46,14 @@ def hstu_attention(
         norm_length: the constant n. Never the length of the batch, or the output of a row would
             depend on the rows beside it.
         impl: "reference" materialises every intermediate and is the specification; "cpu" keeps one
-            score matrix, recomputes it in the backward pass and sums table gradients by histogram.
+            score matrix, recomputes it in the backward pass and sums table gradients by histogram,
+            on any device; "triton" keeps none and evaluates mask and bias tile by tile. "auto" is
+            "triton" for CUDA tensors that it can run on, and "cpu" for all others, inside a
+            compiled graph and under ``torch.use_deterministic_algorithms``.
 
     Raises:
         ValueError: shapes do not agree, ``norm_length`` is not positive, or ``impl`` is unknown.
+        RuntimeError: "triton" was asked for and cannot run; says what is missing.
     """
     if norm_length <= 0:
         raise ValueError(f"norm_length: {norm_length}, wanted a positive number")
@@ -55,7 +63,39 @@ def hstu_attention(
         )
     if time_table_T is not None and not geometry.has_clock:
         raise ValueError("time_table_T: given, but the layout has no timestamps; pass timestamps")
-    if impl not in ("auto", "reference", "cpu"):
-        raise ValueError(f"impl: {impl!r}, wanted 'auto', 'reference' or 'cpu'")
+    if impl not in ("auto", "reference", "cpu", "triton"):
+        raise ValueError(f"impl: {impl!r}, wanted 'auto', 'reference', 'cpu' or 'triton'")
     run = reference_attention if impl == "reference" else pointwise_attention
+    if impl == "triton" or (impl == "auto" and _wants_triton(q_BHQd)):
+        missing = _triton_lacks(q_BHQd, k_BHKd, v_BHKe, geometry)
+        if missing is None:
+            from gr.kernels.hstu_attention.fused import fused_attention as run
+        elif impl == "triton":
+            raise RuntimeError(f"impl: 'triton' cannot run: {missing}")
     return run(q_BHQd, k_BHKd, v_BHKe, geometry, position_table_P, time_table_T, scale, norm_length)
+
+
+def _wants_triton(q: Tensor) -> bool:
+    return (
+        q.is_cuda
+        and not torch.compiler.is_compiling()
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _triton_lacks(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> str | None:
+    if not _has_triton():
+        return "the package triton is not installed; wanted triton>=3.6 (pip install triton)"
+    from gr.kernels.hstu_attention import fused
+
+    if not q.is_cuda and not fused.interpreted():
+        return (
+            f"q is on {q.device}; wanted a CUDA device, or TRITON_INTERPRET=1 in the environment "
+            "before Python starts"
+        )
+    return fused.why_not(q, k, v, geometry)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

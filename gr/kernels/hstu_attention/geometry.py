@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from gr.kernels.hstu_attention.visibility import Visibility
+
+T = TypeVar("T")
 
 # Width of a bucket on the natural logarithm of seconds; 0.301 is HSTU's constant.
 BUCKET_WIDTH = 0.301
@@ -21,6 +26,24 @@ def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
     """
     magnitude = seconds.abs().clamp_(min=1).to(torch.float32)
     return magnitude.log_().div_(BUCKET_WIDTH).to(torch.int64).clamp_(max=num_buckets)
+
+
+@cache
+def bucket_starts(num_buckets: int) -> Tensor:
+    """The smallest |Δ| that ``time_bucket`` puts into bucket t or a later one, int64 [T + 1].
+
+    Found by bisecting ``time_bucket`` itself, so that whoever compares with these integers agrees
+    with it whatever the rounding of the logarithm. A bucket no int64 reaches has the largest one.
+    """
+    bucket = torch.arange(num_buckets + 1)
+    low = torch.ones_like(bucket)
+    high = torch.full_like(bucket, torch.iinfo(torch.int64).max)
+    for _ in range(63):
+        middle = low + (high - low) // 2
+        reached = time_bucket(middle, num_buckets) >= bucket
+        low, high = torch.where(reached, low, middle + 1), torch.where(reached, middle, high)
+        low = torch.minimum(low, high)
+    return high
 
 
 class Tile(NamedTuple):
@@ -42,7 +65,7 @@ class Geometry:
     """Legend: B batch (or 1 where all rows agree), Q queries, K keys, q and k a range of them.
 
     Attributes:
-        mask_BQK: bool, which keys a query sees.
+        visible: which keys a query sees: the rule, or a bool matrix [B, Q, K].
         position_BQ, position_BK: int64 positions.
         query_time_BQ, time_BK: int64 seconds, or None without a clock.
         max_distance: distances are cut to ``max_distance - 1``.
@@ -50,7 +73,7 @@ class Geometry:
         causal: no query sees a key that comes after it on the key axis.
     """
 
-    mask_BQK: Tensor
+    visible: Visibility | Tensor
     position_BQ: Tensor
     position_BK: Tensor
     query_time_BQ: Tensor | None
@@ -58,7 +81,12 @@ class Geometry:
     max_distance: int
     num_buckets: int
     causal: bool
-    _tiles: dict[int, list[Tile]] = field(default_factory=dict, repr=False, compare=False)
+    _derived: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def mask_BQK(self) -> Tensor:
+        """``visible`` written out."""
+        return self.visible if isinstance(self.visible, Tensor) else self.visible.mask_BQK
 
     @property
     def has_clock(self) -> bool:
@@ -78,12 +106,17 @@ class Geometry:
 
     def tiles(self, size: int) -> list[Tile]:
         """Runs of ``size`` queries, computed once for all layers."""
-        if size not in self._tiles:
-            self._tiles[size] = list(self._cut(size))
-        return self._tiles[size]
+        return self.once(("tiles", size), lambda: list(self._cut(size)))
+
+    def once(self, key: object, compute: Callable[[], T]) -> T:
+        """What ``compute`` returns, kept for the layers that follow."""
+        if key not in self._derived:
+            self._derived[key] = compute()
+        return cast(T, self._derived[key])
 
     def _cut(self, size: int) -> Iterator[Tile]:
-        _, num_queries, num_keys = self.mask_BQK.shape
+        mask_BQK = self.mask_BQK
+        _, num_queries, num_keys = mask_BQK.shape
         for start in range(0, num_queries, size):
             end = min(start + size, num_queries)
             last = num_keys - num_queries + end if self.causal else num_keys
@@ -93,14 +126,14 @@ class Geometry:
                 start,
                 end,
                 last,
-                ~self.mask_BQK[:, queries, keys],
+                ~mask_BQK[:, queries, keys],
                 self.distance(queries, keys).flatten(),
                 None if bucket is None else bucket.flatten(),
             )
 
 
 def build_geometry(
-    mask_BQK: Tensor,
+    visible: Visibility | Tensor,
     position_BQ: Tensor,
     position_BK: Tensor,
     query_time_BQ: Tensor | None,
@@ -108,20 +141,25 @@ def build_geometry(
     *,
     max_distance: int,
     num_buckets: int,
-    causal: bool,
+    causal: bool = False,
 ) -> Geometry:
-    """A geometry; positions that all rows share are kept once."""
+    """A geometry; positions that all rows share are kept once.
+
+    Args:
+        visible: a rule whose positions are ``position_BK``, or any matrix [B, Q, K].
+        causal: that a matrix shows no query a key after it; a rule knows by itself.
+    """
     if _rows_agree(position_BK):
         position_BQ, position_BK = position_BQ[:1], position_BK[:1]
     return Geometry(
-        mask_BQK,
+        visible,
         position_BQ,
         position_BK,
         query_time_BQ,
         time_BK,
         max_distance,
         num_buckets,
-        causal,
+        causal if isinstance(visible, Tensor) else visible.causal,
     )
 
 
