@@ -123,9 +123,13 @@ def main() -> None:
         print(__doc__)
         return
     folder = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
-    for name, show in (("retrieve", retrieval), ("rank", ranking), ("trie", tries)):
-        text = (folder / f"{name}.json").read_text(encoding="utf-8")
-        print("\n".join(show(json.loads(text))))
+    shows = {"retrieve": retrieval, "rank": ranking, "trie": tries}
+    measured = {name: folder / f"{name}.json" for name in shows}
+    if not any(file.is_file() for file in measured.values()):
+        sys.exit(f"{folder} has no results: wanted one of {[*shows]} as JSON")
+    for name, file in measured.items():
+        if file.is_file():
+            print("\n".join(shows[name](json.loads(file.read_text(encoding="utf-8")))))
 
 
 if __name__ == "__main__":
