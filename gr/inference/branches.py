@@ -264,7 +264,7 @@ class Prefix:
         query_time_BM = None
         if time_BM is not None and time_BP is not None:
             if request_time_B is None:
-                request_time_B = time_BM.gather(1, added_B[:, None] - 1)[:, 0]
+                request_time_B = _at(time_BM, added_B - 1)
             request_time_B = request_time_B.to(device)
             query_time_BM = next_times(time_BM, fresh_BM, request_time_B)
             time_BP = torch.cat([time_BP, time_BM], dim=1)
@@ -277,10 +277,8 @@ class Prefix:
             branch_BQA=(column_M <= column_M[:, None]).expand(len(ids), -1, -1),
         )
         branches = self.branch()
-        at_B = (added_B - 1).clamp_min(0)
-        ends, which_B = torch.unique(at_B, return_inverse=True)
-        logits_BJV = self.backbone.forward(ids, layout, branches.cache, ends)
-        row = torch.arange(len(ids), device=device)
+        last_B = (added_B - 1).clamp_min(0)
+        logits_BV = _last_logits(self.backbone, ids, layout, branches.cache, last_B)
         none_B = added_B == 0
         return Prefix(
             backbone=self.backbone,
@@ -288,10 +286,10 @@ class Prefix:
             position_BP=layout.position_BK,
             valid_BP=layout.valid_BK,
             length_B=length_B,
-            last_token_B=torch.where(none_B, self.last_token_B, ids[row, at_B]),
+            last_token_B=torch.where(none_B, self.last_token_B, _at(ids, last_B)),
             time_BP=time_BP,
             request_time_B=request_time_B,
-            logits_BV=torch.where(none_B[:, None], self.logits_BV, logits_BJV[row, which_B]),
+            logits_BV=torch.where(none_B[:, None], self.logits_BV, logits_BV),
             longest=longest,
             _claims=self._claims if branches.claim is None else (*self._claims, branches.claim),
         )
@@ -354,28 +352,38 @@ def prefill(
     if time_BP is not None:
         time_BP = time_BP.to(device)
         if request_time_B is None:
-            request_time_B = time_BP.gather(1, last_B[:, None])[:, 0]
+            request_time_B = _at(time_BP, last_B)
         request_time_B = request_time_B.to(device)
     column_P = torch.arange(num_tokens, device=device)
     valid_BP = column_P < length_B[:, None]
     layout = causal_layout(valid_BP, num_tokens, time_BP, request_time_B)
     cache = roomy_cache(room)
-    # Logits at the last tokens only: at each of the few distinct lengths, then each row's own.
-    ends, at_B = torch.unique(last_B, return_inverse=True)
-    logits_BJV = backbone.forward(input_ids_BP, layout, cache, ends)
-    row_B = torch.arange(num_rows, device=device)
+    logits_BV = _last_logits(backbone, input_ids_BP, layout, cache, last_B)
     return Prefix(
         backbone=backbone,
         cache=cache,
         position_BP=column_P.expand(num_rows, -1),
         valid_BP=valid_BP,
         length_B=length_B,
-        last_token_B=input_ids_BP[row_B, last_B],
+        last_token_B=_at(input_ids_BP, last_B),
         time_BP=time_BP,
         request_time_B=request_time_B,
-        logits_BV=logits_BJV[row_B, at_B],
+        logits_BV=logits_BV,
         longest=longest,
     )
+
+
+def _last_logits(
+    backbone: Backbone, input_ids_BN: Tensor, layout: Layout, cache: DynamicCache, last_B: Tensor
+) -> Tensor:
+    """Logits [B, V] at one token of each row: at the few distinct places, then each row's own."""
+    places, at_B = torch.unique(last_B, return_inverse=True)
+    return _at(backbone.forward(input_ids_BN, layout, cache, places), at_B)
+
+
+def _at(values_BN: Tensor, column_B: Tensor) -> Tensor:
+    """One entry of each row."""
+    return values_BN[torch.arange(len(values_BN), device=values_BN.device), column_B]
 
 
 class Branches:

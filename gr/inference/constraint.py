@@ -153,9 +153,7 @@ class ItemSubset:
         Raises:
             ValueError: a type that the catalogue does not have, or a catalogue of another size.
         """
-        if name not in catalog.types:
-            raise ValueError(f"type is {name!r}: wanted one of {catalog.types}")
-        return cls(trie, catalog.type_index == catalog.types.index(name))
+        return cls(trie, catalog.of_types(name))
 
     def __len__(self) -> int:
         return self._size

@@ -26,6 +26,11 @@ History: TypeAlias = Sequence["Event | str | int"]
 UNKNOWN_ACTION = "[UNK]"
 
 
+def as_events(history: History) -> list[Event]:
+    """Events of a history in which some may be given by their item ids alone."""
+    return [e if isinstance(e, Event) else Event(str(e)) for e in history]
+
+
 @dataclass
 class Report:
     """What a call did not take as it was given.
@@ -152,7 +157,7 @@ class HistoryEncoder:
         ]
 
     def _row(self, number: int, history: History, asked: int | None, report: Report) -> EncodedRow:
-        events = [e if isinstance(e, Event) else Event(str(e)) for e in history]
+        events = as_events(history)
         if self.tokenizer.vocabulary.actions:
             events = [self._with_action(event) for event in events]
         try:

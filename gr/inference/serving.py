@@ -199,10 +199,10 @@ class ServedCatalog:
         """How many items are retrieved to be ranked."""
         return min(max(5 * k, 50), len(self.catalog))
 
-    def room(self, num_beams: int | None, k: int, action: bool = False) -> int:
+    def room(self, num_beams: int | None, k: int) -> int:
         """Nodes that branches append for such a question."""
         beams = num_beams or default_num_beams(k)
-        return min(beams, len(self.catalog)) * (self.trie.levels - 1 + action)
+        return min(beams, len(self.catalog)) * (self.trie.levels - 1)
 
     def _named(self, row_Bk: Tensor, score_Bk: Tensor) -> list[list[Scored]]:
         names = self.catalog.item_ids

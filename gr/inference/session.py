@@ -17,7 +17,7 @@ from gr.data.schema import Event
 from gr.inference.beam_options import BeamOptions
 from gr.inference.branches import Prefix
 from gr.inference.constraint import RowFilter
-from gr.inference.histories import EncodedRow, History, Report
+from gr.inference.histories import EncodedRow, History, Report, as_events
 from gr.inference.scored import Scored
 from gr.inference.serving import AllowedToOne, Items, ServedCatalog, Wanted
 
@@ -83,8 +83,7 @@ class Session:
             ValueError: as for histories in ``Recommender.retrieve``; the session then stays as it
                 was.
         """
-        new = [e if isinstance(e, Event) else Event(str(e)) for e in events]
-        self._read(self._recommender.served, [*self._events, *new], request_time)
+        self._read(self._recommender.served, [*self._events, *as_events(events)], request_time)
 
     # ---- questions, as those of the recommender about one history ----------------------------
 

@@ -50,16 +50,7 @@ class CatalogSubset:
         Raises:
             ValueError: when asked about a catalogue that does not have one of them.
         """
-
-        def rule(catalog: Catalog) -> npt.NDArray[np.bool_]:
-            for name in types:
-                if name not in catalog.types:
-                    raise ValueError(f"type is {name!r}: wanted one of {catalog.types}")
-            wanted = [catalog.types.index(name) for name in types]
-            mask: npt.NDArray[np.bool_] = np.isin(catalog.type_index, wanted)
-            return mask
-
-        return cls(rule)
+        return cls(lambda catalog: catalog.of_types(*types))
 
     def of(self, catalog: Catalog, trie: ItemTrie) -> ItemSubset:
         """The items of one catalogue and its trie.

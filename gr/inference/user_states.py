@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from gr.data.schema import Event
-from gr.inference.histories import History
+from gr.inference.histories import History, as_events
 from gr.inference.session import Session
 
 if TYPE_CHECKING:
@@ -41,8 +40,8 @@ class UserStateStore:
             raise ValueError(f"max_bytes is {max_bytes}: wanted at least 1")
         self.recommender, self.max_bytes = recommender, max_bytes
         self.hits = self.misses = self.evictions = 0
-        self._held: OrderedDict[Hashable, Session] = OrderedDict()
-        self._bytes: dict[Hashable, int] = {}
+        self._held: OrderedDict[Hashable, tuple[Session, int]] = OrderedDict()
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -54,7 +53,7 @@ class UserStateStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values held."""
-        return sum(self._bytes.values())
+        return self._num_bytes
 
     def session(self, user: Hashable, history: History, request_time: int | None = None) -> Session:
         """The session of a user, with exactly this history.
@@ -66,10 +65,8 @@ class UserStateStore:
             ValueError: as for histories in ``Recommender.retrieve``; the store then holds what it
                 held.
         """
-        events = [e if isinstance(e, Event) else Event(str(e)) for e in history]
-        with self._lock:
-            held = self._held.pop(user, None)
-            size = self._bytes.pop(user, 0)
+        events = as_events(history)
+        held, size = self._take(user)
         try:
             known = [] if held is None else held.history
             if held is not None and events[: len(known)] == known:
@@ -88,21 +85,28 @@ class UserStateStore:
 
     def discard(self, user: Hashable) -> None:
         """Forget a user; one that is not held is no error."""
-        with self._lock:
-            self._held.pop(user, None)
-            self._bytes.pop(user, None)
+        self._take(user)
 
     def clear(self) -> None:
         """Forget everybody."""
         with self._lock:
             self._held.clear()
-            self._bytes.clear()
+            self._num_bytes = 0
+
+    def _take(self, user: Hashable) -> tuple[Session | None, int]:
+        """A user's session and its bytes, held no more; None and 0 where there is none."""
+        with self._lock:
+            session, size = self._held.pop(user, (None, 0))
+            self._num_bytes -= size
+        return session, size
 
     def _keep(self, user: Hashable, session: Session, size: int) -> None:
         with self._lock:
-            self._held[user], self._bytes[user] = session, size
-            self._held.move_to_end(user)
-            while self._held and sum(self._bytes.values()) > self.max_bytes:
-                oldest, _ = self._held.popitem(last=False)
-                del self._bytes[oldest]
+            # Another thread may have put the same user back in the meantime.
+            _, replaced = self._held.pop(user, (None, 0))
+            self._held[user] = session, size
+            self._num_bytes += size - replaced
+            while self._num_bytes > self.max_bytes:
+                _, (_, freed) = self._held.popitem(last=False)
+                self._num_bytes -= freed
                 self.evictions += 1

@@ -57,17 +57,12 @@ class Layout:
         return self.position_BK[:, self.num_keys - self.num_queries :]
 
     def mask(self) -> Tensor:
-        """The literal visibility, bool [B, 1, Q, K]. A padding query sees itself and nothing else.
+        """The literal visibility, bool [B, 1, Q, K], computed once for all layers.
 
-        Rows of padding keep one visible key so that a softmax over them stays finite; no valid
-        query sees padding, so their values reach nothing.
+        A padding query sees itself and nothing else. Rows of padding keep one visible key so that a
+        softmax over them stays finite; no valid query sees padding, so their values reach nothing.
         """
         return self.visible.mask_BQK[:, None]
-
-    @property
-    def shared_mask(self) -> Tensor:
-        """``mask()``; computed once and read by every layer."""
-        return self.mask()
 
     @property
     def visible(self) -> Visibility:

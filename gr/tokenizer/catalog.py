@@ -137,6 +137,20 @@ class Catalog:
         at = {name: t for t, name in enumerate(self.level_sizes)}
         return np.array([at[name] for name in self.item_types], dtype=np.int64)
 
+    def of_types(self, *types: str) -> npt.NDArray[np.bool_]:
+        """bool [n]: the items of some entity types.
+
+        Raises:
+            ValueError: a type that the catalogue does not have.
+        """
+        for name in types:
+            if name not in self.types:
+                raise ValueError(f"type is {name!r}: wanted one of {self.types}")
+        mask: npt.NDArray[np.bool_] = np.isin(
+            self.type_index, [self.types.index(name) for name in types]
+        )
+        return mask
+
     @cached_property
     def levels(self) -> IntArray:
         """int64 [n]: the number of semantic-ID levels of each item."""

@@ -86,7 +86,7 @@ class TransformerBlock(GradientCheckpointingLayer):
         if cache is not None:
             k_BGKd, v_BGKd = cache.update(k_BGKd, v_BGKd)
         attended = F.scaled_dot_product_attention(
-            q_BHNd, k_BGKd, v_BGKd, attn_mask=layout.shared_mask, enable_gqa=True
+            q_BHNd, k_BGKd, v_BGKd, attn_mask=layout.mask(), enable_gqa=True
         )
         attended = self.o_proj(attended.transpose(1, 2).flatten(2))
         h_BND = x_BND + F.dropout(attended, self.dropout, self.training)
