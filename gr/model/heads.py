@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gr.kernels.item_softmax import L2_EPS
 from gr.tokenizer.vocabulary import SidVocabulary
-
-L2_EPS = 1e-6
 
 
 def token_logits(

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gr.model.heads import L2_EPS, token_logits
+from gr.kernels.item_softmax import item_softmax
+from gr.model.heads import token_logits
 from gr.tokenizer.vocabulary import SidVocabulary
 
 
@@ -46,8 +46,15 @@ class Head:
 
 def full_softmax(hidden_TD: Tensor, head: Head, target_T: Tensor, smooth: float = 0.0) -> Tensor:
     """Cross-entropy of each target against every token of the head, float32 [T]."""
-    logits_TV = head.logits(hidden_TD).float()
-    return F.cross_entropy(logits_TV, target_T, reduction="none", label_smoothing=smooth)
+    return item_softmax(
+        hidden_TD,
+        head.weight_VD,
+        target_T,
+        head.bias_V,
+        l2_normalize=head.l2_normalize,
+        temperature=head.temperature,
+        smooth=smooth,
+    )
 
 
 def sampled_softmax(
@@ -55,30 +62,20 @@ def sampled_softmax(
 ) -> Tensor:
     """Cross-entropy of each target against uniform negatives, float32 [T].
 
-    A negative equal to the target is masked out. With ``shared`` all targets meet the same R
-    negatives (one matmul); otherwise each draws its own. In float32: in bfloat16 a temperature of
-    .05 overflows what a softmax can tell apart.
+    A negative equal to the target does not count. With ``shared`` all targets meet the same R
+    negatives (one matmul); otherwise each draws its own.
     """
-    num_rows, num_targets = head.weight_VD.shape[0], target_T.shape[0]
-    shape = (num_negatives,) if shared else (num_targets, num_negatives)
-    negative = torch.randint(num_rows, shape, device=target_T.device)
-    hidden_TD = hidden_TD.float()
-    positive_TD, negative_RD = head.weight_VD[target_T].float(), head.weight_VD[negative].float()
-    if head.l2_normalize:
-        hidden_TD, positive_TD, negative_RD = (
-            F.normalize(x, dim=-1, eps=L2_EPS) for x in (hidden_TD, positive_TD, negative_RD)
-        )
-    positive_T1 = (hidden_TD * positive_TD).sum(-1, keepdim=True) / head.temperature
-    if shared:
-        negative_TR = hidden_TD @ negative_RD.T / head.temperature
-    else:
-        negative_TR = torch.einsum("td,trd->tr", hidden_TD, negative_RD) / head.temperature
-    if head.bias_V is not None:
-        positive_T1 = positive_T1 + head.bias_V[target_T][:, None]
-        negative_TR = negative_TR + head.bias_V[negative]
-    negative_TR = negative_TR.masked_fill(negative == target_T[:, None], -torch.inf)
-    logits = torch.cat([positive_T1, negative_TR], dim=1)
-    return F.cross_entropy(logits, torch.zeros_like(target_T), reduction="none")
+    shape = (num_negatives,) if shared else (len(target_T), num_negatives)
+    negative = torch.randint(len(head.weight_VD), shape, device=target_T.device)
+    return item_softmax(
+        hidden_TD,
+        head.weight_VD,
+        target_T,
+        head.bias_V,
+        negative,
+        l2_normalize=head.l2_normalize,
+        temperature=head.temperature,
+    )
 
 
 class StreamLoss:

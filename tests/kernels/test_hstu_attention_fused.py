@@ -1,13 +1,9 @@
-"""What the Triton path rests on, and its own cases in a process where Triton is interpreted."""
+"""What the Triton path of hstu_attention rests on; the path itself is in its cases."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,59 +14,7 @@ from gr.kernels.hstu_attention import Visibility, build_geometry, hstu_attention
 from gr.kernels.hstu_attention.geometry import bucket_starts
 from gr.kernels.hstu_attention.needed_tiles import listed, needed_tiles
 
-CASES = Path(__file__).parent / "fused_cases.py"
 HAS_TRITON = find_spec("triton") is not None
-
-
-def interpreter_loops() -> bool:
-    """Triton 3.6 takes a loop's bound as ``int(array of one)``, which NumPy 2.4 refuses."""
-    triton, numpy = ([int(x) for x in version(n).split(".")[:2]] for n in ("triton", "numpy"))
-    return triton >= [3, 7] or numpy < [2, 4]
-
-
-def python(*arguments: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=CASES.parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed: the fused path is NOT tested")
-def test_the_fused_path_under_the_interpreter() -> None:
-    if not interpreter_loops():
-        pytest.skip("triton 3.6 interprets no loop on numpy>=2.4: the fused path is NOT tested")
-    python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES), TRITON_INTERPRET="1")
-
-
-@pytest.mark.skipif(
-    not (HAS_TRITON and torch.cuda.is_available()), reason="no GPU: kernels are not compiled"
-)
-def test_the_fused_path_on_a_gpu() -> None:
-    python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES), TRITON_INTERPRET="0")
-
-
-def test_gr_runs_without_triton() -> None:
-    code = """
-import sys
-sys.modules["triton"] = None
-import torch, gr
-from gr.kernels.hstu_attention import Visibility, build_geometry, hstu_attention
-x, at = torch.ones(1, 1, 2, 2), torch.arange(2)[None]
-rule = Visibility(torch.ones(1, 2, dtype=torch.bool), at, 2)
-geometry = build_geometry(rule, at, at, None, None, max_distance=2, num_buckets=2)
-hstu_attention(x, x, x, geometry, norm_length=1.0)
-try:
-    hstu_attention(x, x, x, geometry, norm_length=1.0, impl="triton")
-except RuntimeError as error:
-    assert "'triton' cannot run: the package triton is not installed" in str(error), error
-else:
-    raise AssertionError("ran without triton")
-"""
-    python("-c", code)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")

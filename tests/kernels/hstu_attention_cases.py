@@ -1,7 +1,9 @@
 """The Triton path against the specification in float64, on a GPU or under Triton's interpreter.
 
-``test_hstu_attention_fused.py`` runs this file in a process of its own, because Triton reads
-``TRITON_INTERPRET`` when it is imported. With a GPU: ``pytest tests/kernels/fused_cases.py``.
+``test_fused.py`` runs this file in a process of its own, because Triton reads
+``TRITON_INTERPRET`` when it is imported. On a GPU:
+
+    pytest tests/kernels/hstu_attention_cases.py
 
 Legend: B batch, H heads, N tokens, Q queries, K keys, A branch nodes.
 """
