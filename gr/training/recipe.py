@@ -6,24 +6,15 @@ wrong type are refused where they are read.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import os
-import types
-import typing
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from gr.data.whole_file import whole_file
-
-T = TypeVar("T")
-
-
-def _require(holds: bool, name: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}: {value!r}, wanted {wanted}")
+from gr.training.typed_json import convert, read_dataclass, require, unknown_key
 
 
 @dataclass(frozen=True)
@@ -87,13 +78,13 @@ class IdsRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             bool(self.levels) and min(self.levels, default=0) > 0,
             "levels",
             self.levels,
             "one or more positive sizes",
         )
-        _require(
+        require(
             bool(self.embeddings) or self.kind == "atomic",
             "embeddings",
             self.embeddings,
@@ -124,14 +115,14 @@ class WindowRecipe:
     positive_actions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.max_events > 0, "max_events", self.max_events, "a positive number")
-        _require(
+        require(self.max_events > 0, "max_events", self.max_events, "a positive number")
+        require(
             0 <= self.context < self.max_events,
             "context",
             self.context,
             f"0 <= context < max_events ({self.max_events})",
         )
-        _require(0 <= self.bare_windows <= 1, "bare_windows", self.bare_windows, "a probability")
+        require(0 <= self.bare_windows <= 1, "bare_windows", self.bare_windows, "a probability")
 
 
 @dataclass(frozen=True)
@@ -152,20 +143,20 @@ class BatchRecipe:
 
     def __post_init__(self) -> None:
         sizes = (self.tokens, self.sequences)
-        _require(
+        require(
             (self.tokens is None) != (self.sequences is None),
             "tokens, sequences",
             sizes,
             "exactly one of them (set the other to null)",
         )
-        _require(
+        require(
             min(n for n in sizes if n is not None) > 0,
             "tokens, sequences",
             sizes,
             "a positive size",
         )
-        _require(self.accumulation > 0, "accumulation", self.accumulation, "a positive number")
-        _require(self.length_noise >= 0, "length_noise", self.length_noise, "a number >= 0")
+        require(self.accumulation > 0, "accumulation", self.accumulation, "a positive number")
+        require(self.length_noise >= 0, "length_noise", self.length_noise, "a number >= 0")
 
 
 @dataclass(frozen=True)
@@ -190,10 +181,10 @@ class OptimizerRecipe:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
-        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number >= 0")
-        _require(0 <= self.final_ratio <= 1, "final_ratio", self.final_ratio, "a ratio in [0, 1]")
-        _require(all(0 <= b < 1 for b in self.betas), "betas", self.betas, "numbers in [0, 1)")
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a positive number")
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number >= 0")
+        require(0 <= self.final_ratio <= 1, "final_ratio", self.final_ratio, "a ratio in [0, 1]")
+        require(all(0 <= b < 1 for b in self.betas), "betas", self.betas, "numbers in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -217,15 +208,15 @@ class SelectionRecipe:
     ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.every > 0, "every", self.every, "a positive number of epochs")
-        _require(self.first > 0, "first", self.first, "an epoch >= 1")
-        _require(
+        require(self.every > 0, "every", self.every, "a positive number of epochs")
+        require(self.first > 0, "first", self.first, "an epoch >= 1")
+        require(
             self.patience is None or self.patience > 0,
             "patience",
             self.patience,
             "a positive number or null",
         )
-        _require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "a number in [0, 1)")
+        require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "a number in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -260,15 +251,15 @@ class TrainingRecipe:
     selection: SelectionRecipe = field(default_factory=SelectionRecipe)
 
     def __post_init__(self) -> None:
-        _require(self.epochs > 0, "epochs", self.epochs, "a positive number")
-        _require(self.log_steps > 0, "log_steps", self.log_steps, "a positive number")
-        _require(
+        require(self.epochs > 0, "epochs", self.epochs, "a positive number")
+        require(self.log_steps > 0, "log_steps", self.log_steps, "a positive number")
+        require(
             self.threads is None or self.threads > 0,
             "threads",
             self.threads,
             "a positive number or null",
         )
-        _require(
+        require(
             self.save_steps is None or self.save_steps > 0,
             "save_steps",
             self.save_steps,
@@ -291,7 +282,7 @@ class Recipe:
 
         known = [f.name for f in fields(GRConfig) if not f.name.startswith("_")]
         for name in ("vocab_size", "vocabulary"):
-            _require(
+            require(
                 name not in self.model,
                 f"recipe.model.{name}",
                 self.model.get(name),
@@ -299,10 +290,10 @@ class Recipe:
             )
         for name in self.model:
             if name not in known:
-                raise _unknown_key("recipe.model", name, known)
+                raise unknown_key("recipe.model", name, known)
         hints = inspect.get_annotations(GRConfig, eval_str=True)
         for name in self.model.keys() & hints.keys():
-            _convert(self.model[name], hints[name], f"recipe.model.{name}")
+            convert(self.model[name], hints[name], f"recipe.model.{name}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and strings."""
@@ -316,7 +307,7 @@ class Recipe:
         Raises:
             ValueError: an unknown key, or a value of a wrong type or out of range.
         """
-        return _read(cls, data, "recipe")
+        return read_dataclass(cls, data, "recipe")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file appears whole or not at all."""
@@ -340,58 +331,3 @@ class Recipe:
             return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
         except ValueError as error:  # JSONDecodeError is one
             raise ValueError(f"{file}: {error}") from error
-
-
-def _unknown_key(where: str, key: str, known: list[str]) -> ValueError:
-    close = difflib.get_close_matches(key, known, 1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return ValueError(f"{where}: unknown key {key!r}{hint}, wanted some of {sorted(known)}")
-
-
-def _read(cls: type[T], data: object, where: str) -> T:
-    if not isinstance(data, dict):
-        raise ValueError(f"{where}: {data!r}, wanted an object with keys")
-    assert is_dataclass(cls)
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in fields(cls)]
-    values = {}
-    for key, value in data.items():
-        if key not in known:
-            raise _unknown_key(where, key, known)
-        values[key] = _convert(value, hints[key], f"{where}.{key}")
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ValueError(
-            str(error) if str(error).startswith(where) else f"{where}.{error}"
-        ) from error
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """The value as the annotated type, JSON's lists as tuples."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if is_dataclass(hint):
-        return _read(typing.cast(type, hint), value, where)
-    if origin is types.UnionType or origin is typing.Union:
-        if value is None:
-            return None
-        return _convert(value, next(p for p in parts if p is not type(None)), where)
-    if origin is Literal:
-        _require(value in parts, where, value, f"one of {list(parts)}")
-        return value
-    if origin is tuple:
-        _require(isinstance(value, (list, tuple)), where, value, "a list")
-        if len(parts) == 2 and parts[1] is Ellipsis:
-            return tuple(_convert(v, parts[0], f"{where}[{i}]") for i, v in enumerate(value))
-        _require(len(value) == len(parts), where, value, f"a list of {len(parts)}")
-        return tuple(
-            _convert(v, p, f"{where}[{i}]")
-            for i, (v, p) in enumerate(zip(value, parts, strict=True))
-        )
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    plain = origin or hint
-    # bool is an int to Python, and never one that a recipe means.
-    fits = isinstance(value, plain) and (plain is bool or not isinstance(value, bool))
-    _require(fits, where, value, f"a value of type {plain.__name__}")
-    return value
