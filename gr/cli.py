@@ -288,6 +288,79 @@ def evaluate(
 
 
 @app.command()
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="A study by name, or a JSON file; none lists names.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to write; runs/reproduce/NAME by default."),
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Also write the result here, as NAME.json.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run what a published number stands for, beside that number. A cut run goes on."""
+    from gr.console import ERR, OUT, fields_table, print_json, retrieval_table
+    from gr.reproduce import find_study, study_names
+    from gr.reproduce import reproduce as run_study
+    from gr.reproduce.results import save_result
+
+    with _refusals():
+        if name is None:
+            studies = [find_study(found) for found in study_names()]
+            titles = {s.name: f"{s.title} ({s.data}, about {s.minutes} min)" for s in studies}
+            if json:
+                print_json(titles)
+            else:
+                OUT.print(fields_table("Studies", titles))
+            return
+        study = find_study(name)
+        folder = output or Path("runs/reproduce") / study.name
+        result = run_study(
+            study,
+            folder,
+            say=lambda line: ERR.print(f"[bold]gr reproduce[/bold] {line}"),
+            progress=sys.stderr.isatty(),
+        )
+        places = [folder / "result.json"]
+        if results is not None:
+            places.append(results / f"{study.name}.json")
+        for place in places:
+            save_result(result, place)
+    if json:
+        print_json(result)
+        return
+    for protocol, baselines in result["baselines"].items():
+        ours = {run: values["test"][protocol] for run, values in result["runs"].items()}
+        OUT.print(f"{study.title}: {protocol}")
+        OUT.print(retrieval_table({**baselines, **ours}))
+    for published in study.published:
+        OUT.print(f"published: {published.system} {published.metrics} ({published.source})")
+
+
+@app.command()
+def results(
+    folder: Annotated[Path, typer.Argument(help="Folder of results.")] = Path("docs/results"),
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the page here.")
+    ] = None,
+) -> None:
+    """The page of all results, as Markdown."""
+    from gr.data.whole_file import whole_file
+    from gr.reproduce import load_results, results_page
+
+    with _refusals():
+        page = results_page(load_results(folder))
+        if output is None:
+            print(page, end="")
+            return
+        with whole_file(output) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+
+
+@app.command()
 def recommend(
     model: Model,
     history: History = None,

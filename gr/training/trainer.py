@@ -123,6 +123,8 @@ class GRTrainer(Trainer):
         self.add_callback(_RunCallback(self))
         self._losses_of_parts: list[Tensor] = []
         self._step_losses = torch.zeros(0)
+        self._seconds_before = 0.0
+        self._started: float | None = None
         self.process_ids = [os.getpid()]
         if args.world_size > 1:
             self.process_ids = [0] * args.world_size
@@ -193,6 +195,12 @@ class GRTrainer(Trainer):
         """Loss of every optimiser step so far, those before a resume included."""
         losses: list[float] = self._step_losses.tolist()
         return losses
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of training so far, validations included, and what a resume went on from."""
+        running = 0.0 if self._started is None else time.perf_counter() - self._started
+        return self._seconds_before + running
 
     @property
     def validations(self) -> list[dict[str, float]]:
@@ -292,7 +300,9 @@ class GRTrainer(Trainer):
                 self._load_from_checkpoint(checkpoint)
                 self._keep_selected()
                 return TrainOutput(state.global_step, math.nan, {})
+        self._started = time.perf_counter()
         output = super().train(checkpoint, trial, ignore_keys_for_eval)
+        self._seconds_before, self._started = self.seconds, None
         self._keep_selected()
         return output
 
@@ -309,6 +319,7 @@ class GRTrainer(Trainer):
         tensors = load_file(Path(resume_from_checkpoint) / STATE_NAME)
         self._losses_of_parts = []
         self._step_losses = tensors["step_losses"]
+        self._seconds_before = float(tensors["seconds"])
         if self.average:
             self.average.load(_averages(tensors))
 
@@ -318,7 +329,10 @@ class GRTrainer(Trainer):
         step = self.state.global_step
         folder = checkpoint_folder(self.folder, step)
         if self.is_world_process_zero():
-            tensors = {"step_losses": self._step_losses}
+            tensors = {
+                "step_losses": self._step_losses,
+                "seconds": torch.tensor(self.seconds, dtype=torch.float64),
+            }
             for name, average in (self.average.state() if self.average else {}).items():
                 tensors["average." + name] = average
             save_file(tensors, folder / STATE_NAME)
@@ -342,6 +356,7 @@ class GRTrainer(Trainer):
             "process_ids": self.process_ids,
             "steps": self.state.global_step,
             "best_step": self.state.best_global_step,
+            "seconds": self.seconds,
             "loss": self.step_losses,
             "validation": self.validations,
         }
