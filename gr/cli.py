@@ -114,7 +114,7 @@ def data(
 ) -> None:
     """What a data set holds, and what had to be repaired; without a name, the names there are."""
     from gr.console import OUT, fields_table, print_json
-    from gr.data import DATASETS, build_sequences, leave_one_out
+    from gr.data import DATASETS, GENERATED, build_sequences, leave_one_out
     from gr.training.prepare import parse_columns, read_data
 
     if name is None:
@@ -122,6 +122,7 @@ def data(
             key: "downloaded on first use" if e.sources else "$GR_DATA"
             for key, e in DATASETS.items()
         }
+        found |= dict.fromkeys(GENERATED, "made from a seed")
         if json:
             print_json(found)
         else:

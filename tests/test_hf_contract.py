@@ -30,11 +30,15 @@ RANKING = {
     "bias": "none",
     "concat_output": True,
 }
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in BLOCKS] + [("hstu", RANKING)]
+VARIANTS: dict[str, dict[str, Any]] = {"ranking": RANKING, "softmax": {"attention": "softmax"}}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in BLOCKS),
+    *(("hstu", options) for options in VARIANTS.values()),
+]
 LORA_TARGETS = {"hstu": ["uvqk_proj", "o_proj"], "transformer": ["q_proj", "v_proj", "down_proj"]}
 
 case = pytest.mark.parametrize(
-    ("block", "options"), CASES, ids=[f"{name}{'-ranking' if o else ''}" for name, o in CASES]
+    ("block", "options"), CASES, ids=[*BLOCKS, *(f"hstu-{name}" for name in VARIANTS)]
 )
 
 

@@ -20,23 +20,27 @@ from gr.data.readers import (
     read_table,
     read_user_items,
 )
-from gr.data.registry import DATASETS, load
+from gr.data.registry import DATASETS, GENERATED, load
 from gr.data.schema import Event, Interactions
 from gr.data.sequences import build_sequences, time_unit
-from gr.data.split import Split, global_temporal, leave_one_out, split_hash
+from gr.data.split import Split, global_temporal, held_out_users, leave_one_out, split_hash
+from gr.data.synthetic import SyntheticStream, synthetic_stream
 from gr.data.transform import actions_from_value, k_core, min_events
 
 __all__ = [
     "DATASETS",
+    "GENERATED",
     "REPAIRS",
     "DataError",
     "Event",
     "Interactions",
     "Split",
+    "SyntheticStream",
     "actions_from_value",
     "build_sequences",
     "cache_folder",
     "global_temporal",
+    "held_out_users",
     "k_core",
     "leave_one_out",
     "load",
@@ -48,5 +52,6 @@ __all__ = [
     "read_table",
     "read_user_items",
     "split_hash",
+    "synthetic_stream",
     "time_unit",
 ]

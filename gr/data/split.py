@@ -174,6 +174,56 @@ def global_temporal(
     return _finish(parts, "global-temporal", repairs)
 
 
+def held_out_users(
+    sequences: Dataset, *, validation_fraction: float = 0.05, test_fraction: float = 0.1
+) -> Split:
+    """The users who came last are the held-out ones; their last event is the target.
+
+    Users are ordered by the time (or order) of their first event. The last `test_fraction` of them
+    are test rows, those before them validation rows, and the rest are for training, whole. This is
+    how HSTU's synthetic stream is evaluated (appendix C).
+    Raises `DataError` for fractions without a training user, for users without a shared order, and
+    for a held-out user with fewer than two events.
+    """
+    _check_sequences(sequences)
+    info = info_of(sequences)
+    if info.get("relative_time"):
+        raise DataError(f"held_out_users: {info.get('name')} has no clock or order shared by users")
+    first = np.concatenate(
+        [pc.list_element(one_array(t["timestamp"]), 0).to_numpy() for t in batches(sequences)]
+    )
+    order = np.argsort(first, kind="stable")
+    total = len(order)
+    tests, validations = (round(total * f) for f in (test_fraction, validation_fraction))
+    if min(tests, validations) < 1 or tests + validations >= total:
+        raise DataError(
+            f"held_out_users: fractions {validation_fraction} and {test_fraction} of {total} users "
+            f"are {validations} and {tests}, wanted at least 1 each and 1 more for training"
+        )
+    bounds = np.array([0, total - tests - validations, total - tests, total])
+    info_schemas = _schemas(sequences)
+    parts = {}
+    for name, begin, end in zip(PARTS, bounds[:-1], bounds[1:], strict=True):
+        chosen = sequences.select(order[begin:end])
+        if name == "train":
+            parts[name] = to_dataset(batches(chosen), info_schemas[0], info)
+        else:
+            parts[name] = to_dataset(_last_events(chosen), info_schemas[1], info)
+    return _finish(parts, "held-out users", {})
+
+
+def _last_events(sequences: Dataset) -> Iterator[pa.Table]:
+    for table in batches(sequences):
+        lengths = list_lengths(table["item_id"])
+        if (lengths < 2).any():
+            at = int((lengths < 2).argmax())
+            raise DataError(
+                f"held_out_users: user {table['user_id'][at].as_py()!r} has {lengths[at]} events, "
+                "wanted at least 2 (a history and a target)"
+            )
+        yield _targets(table, np.arange(len(lengths)), lengths - 1, lengths - 1)
+
+
 def split_hash(train: Dataset, validation: Dataset, test: Dataset) -> str:
     """16 hex digits over user, history and target of every row; see the top of this file."""
     digest = hashlib.sha256()

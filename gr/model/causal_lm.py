@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from gr.kernels.dropout import fast_dropout
 from gr.model.blocks import build_block
 from gr.model.blocks.hstu import HSTUBlock
 from gr.model.blocks.transformer import RMSNorm
@@ -113,7 +114,7 @@ class GRModel(GRPreTrainedModel):
         if self.embed_positions is not None:
             last = self.config.max_position_embeddings - 1
             x_BND = x_BND + self.embed_positions(layout.position_BQ.clamp_max(last))
-        x_BND = F.dropout(x_BND, self.config.dropout, self.training)
+        x_BND = fast_dropout(x_BND, self.config.dropout, self.training)
         for index, block in enumerate(self.layers):
             x_BND = block(x_BND, layout, None if cache is None else LayerCache(cache, index))
         kept: dict[str, Any] = {CACHE_NAME: cache} if use_cache else {}

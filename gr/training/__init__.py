@@ -16,6 +16,7 @@ from gr.training.recipe import (
     WindowRecipe,
 )
 from gr.training.sampler import BucketSampler
+from gr.training.stochastic_length import StochasticLength
 from gr.training.trainer import GRTrainer
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "OptimizerRecipe",
     "Recipe",
     "SelectionRecipe",
+    "StochasticLength",
     "StreamCollator",
     "TrainingRecipe",
     "WindowRecipe",

@@ -42,22 +42,21 @@ class StreamCollator:
         self.pad = vocabulary.special_token("[PAD]")
         self.unknown = vocabulary.special_token("[UNK]")
         levels = (self.encoder.item_tokens >= 0).sum(axis=1)
-        tokens = levels[events.item] + (1 if vocabulary.actions else 0)
-        self._tokens_before = np.zeros(len(events) + 1, dtype=np.int64)
-        np.cumsum(tokens, out=self._tokens_before[1:])
+        self._tokens: IntArray = levels[events.item] + (1 if vocabulary.actions else 0)
 
     def lengths(self, windows: Windows) -> IntArray:
         """Tokens of every window, BOS included: int64 [n]."""
-        before: IntArray = self._tokens_before
-        return 1 + before[windows.stop] - before[windows.start]
+        position, count = windows.positions()
+        tokens = np.append(0, np.cumsum(self._tokens[position]))
+        ends = np.cumsum(count)
+        length: IntArray = 1 + tokens[ends] - tokens[ends - count]
+        return length
 
     def __call__(self, windows: Windows) -> dict[str, Tensor]:
         """One padded batch."""
         events = self.events
-        count = windows.stop - windows.start
-        offsets = np.zeros(len(count) + 1, dtype=np.int64)
-        np.cumsum(count, out=offsets[1:])
-        source = np.arange(offsets[-1]) + np.repeat(windows.start - offsets[:-1], count)
+        source, count = windows.positions()
+        offsets = np.append(0, np.cumsum(count))
         if windows.tie_draw is not None and events.timestamp is not None:
             window = np.repeat(np.arange(len(count)), count)
             source = draw_ties(source, window, events.timestamp[source], windows.tie_draw)

@@ -135,6 +135,8 @@ class Windows:
             every action, and one time for all events.
         tie_draw: uint64 [n], the number from which the order of a window's simultaneous events is
             drawn; None leaves them in the order of the data.
+        kept: the events of the windows one after another, int64 [e], where a window does not hold
+            all from ``start`` to ``stop``, and int64 [n + 1] where each begins in them.
     """
 
     start: IntArray
@@ -142,16 +144,40 @@ class Windows:
     first_target: IntArray
     bare: npt.NDArray[np.bool_]
     tie_draw: npt.NDArray[np.uint64] | None = None
+    kept: tuple[IntArray, IntArray] | None = None
 
     def __len__(self) -> int:
         return len(self.start)
 
+    def positions(self) -> tuple[IntArray, IntArray]:
+        """The windows' events one after another, int64 [e], and how many each has, int64 [n]."""
+        if self.kept is not None:
+            return self.kept[0], np.diff(self.kept[1])
+        count = self.stop - self.start
+        return ranges(self.start, count), count
+
     def take(self, index: IntArray) -> Windows:
         """The windows at positions ``index``, int64 [k]."""
-        draw = None if self.tie_draw is None else self.tie_draw[index]
+        kept = None
+        if self.kept is not None:
+            position, offsets = self.kept
+            count = np.diff(offsets)[index]
+            kept = position[ranges(offsets[index], count)], np.append(0, np.cumsum(count))
         return Windows(
-            self.start[index], self.stop[index], self.first_target[index], self.bare[index], draw
+            self.start[index],
+            self.stop[index],
+            self.first_target[index],
+            self.bare[index],
+            None if self.tie_draw is None else self.tie_draw[index],
+            kept,
         )
+
+
+def ranges(start: IntArray, count: IntArray) -> IntArray:
+    """``start, start + 1, …``, ``count`` of them, one range after another: int64."""
+    before = np.cumsum(count) - count
+    position: IntArray = np.arange(int(count.sum())) + np.repeat(start - before, count)
+    return position
 
 
 def draw_ties(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gr.data import (
     DATASETS,
+    GENERATED,
     DataError,
     Interactions,
     Split,
     actions_from_value,
     build_sequences,
     global_temporal,
+    held_out_users,
     k_core,
     leave_one_out,
     load,
@@ -27,6 +29,13 @@ from gr.training.recipe import DataRecipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+SPLITS: dict[str, Callable[[Dataset], Split]] = {
+    "leave_one_out": leave_one_out,
+    "global_temporal": global_temporal,
+    "held_out_users": held_out_users,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,7 @@ def read_data(
     Raises:
         DataError: neither, columns or items for a named data set, or anything a reader refuses.
     """
-    if name_or_path in DATASETS:
+    if name_or_path in {*DATASETS, *GENERATED}:
         if columns or items is not None:
             raise DataError(
                 f"data set {name_or_path!r} brings its own columns and items: wanted a file of "
@@ -67,7 +76,7 @@ def read_data(
     if not Path(name_or_path).exists():
         raise DataError(
             f"{name_or_path}: no such file, and no data set of that name; wanted a file of events "
-            f"or one of {sorted(DATASETS)}"
+            f"or one of {sorted([*DATASETS, *GENERATED])}"
         )
     return read_table(name_or_path, columns, items=items)
 
@@ -114,5 +123,4 @@ def prepare(interactions: Interactions, recipe: DataRecipe) -> PreparedData:
     if recipe.min_events:
         interactions = min_events(interactions, recipe.min_events)
     sequences = build_sequences(interactions)
-    split = leave_one_out if recipe.split == "leave_one_out" else global_temporal
-    return PreparedData(interactions, sequences, split(sequences))
+    return PreparedData(interactions, sequences, SPLITS[recipe.split](sequences))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gr.data.whole_file import whole_file
+from gr.training.stochastic_length import StochasticLength
 from gr.training.typed_json import convert, read_dataclass, require, unknown_key
 
 
@@ -31,7 +32,7 @@ class DataRecipe:
     actions_from_value: tuple[tuple[str, float | None, float | None], ...] = ()
     k_core: int = 0
     min_events: int = 3
-    split: Literal["leave_one_out", "global_temporal"] = "leave_one_out"
+    split: Literal["leave_one_out", "global_temporal", "held_out_users"] = "leave_one_out"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class WindowRecipe:
         shuffle_ties: draw the order of a user's simultaneous events anew in every epoch: the data
             has one for them, which means nothing.
         positive_actions: only items with these actions are retrieval targets; empty for all.
+        stochastic_length: show long windows mostly in part, drawn anew in every epoch; what is left
+            out is no target in that epoch.
     """
 
     max_events: int = 200
@@ -113,6 +116,7 @@ class WindowRecipe:
     bare_windows: float = 0.0
     shuffle_ties: bool = False
     positive_actions: tuple[str, ...] = ()
+    stochastic_length: StochasticLength | None = None
 
     def __post_init__(self) -> None:
         require(self.max_events > 0, "max_events", self.max_events, "a positive number")

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from gr.training.collator import StreamCollator
 from gr.training.events import IntArray, Windows, cut_windows
 from gr.training.recipe import BatchRecipe, WindowRecipe
+from gr.training.stochastic_length import kept_events
 
 
 class WindowDataset(Dataset[Windows]):
@@ -61,7 +62,7 @@ class BucketSampler(Sampler[Windows]):
         self.parts = world_size * batches.accumulation
         self._plan = lru_cache(maxsize=1)(self._make_plan)
         # Without drawn cuts and with batches of a fixed number of sequences all epochs are equal.
-        varies = windows.random_cuts or batches.tokens is not None
+        varies = windows.random_cuts or batches.tokens is not None or windows.stochastic_length
         plans = [self._plan(epoch) for epoch in range(epochs if varies else min(epochs, 1))]
         sizes = [(len(plan), sum(map(len, plan))) for plan in plans]
         if not varies:
@@ -108,7 +109,17 @@ class BucketSampler(Sampler[Windows]):
         draw = None
         if options.shuffle_ties:
             draw = rng.integers(2**64, size=len(windows), dtype=np.uint64)
-        windows = replace(windows, bare=bare, tie_draw=draw)
+        kept = None
+        if options.stochastic_length is not None:
+            kept = kept_events(
+                windows.start,
+                windows.stop,
+                rng.integers(2**64, size=len(windows), dtype=np.uint64),
+                options.max_events,
+                options.stochastic_length,
+                self.collator.events.timestamp,
+            )
+        windows = replace(windows, bare=bare, tie_draw=draw, kept=kept)
         lengths = self.collator.lengths(windows)
         # A little noise, so that windows of one length do not meet the same others every epoch.
         noise = 1.0 + self.batches.length_noise * rng.random(len(lengths))
@@ -126,7 +137,7 @@ def _idle(batch: Windows) -> Windows:
     """One event without a target, for a part that a small batch leaves nothing for."""
     first = batch.start[:1]
     one = batch.take(np.zeros(1, dtype=np.int64))
-    return replace(one, stop=first + 1, first_target=first + 1)
+    return replace(one, stop=first + 1, first_target=first + 1, kept=None)
 
 
 def _token_bounds(lengths: IntArray, tokens: int) -> list[int]:

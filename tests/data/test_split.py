@@ -16,6 +16,7 @@ from gr.data import (
     Interactions,
     build_sequences,
     global_temporal,
+    held_out_users,
     leave_one_out,
     sequences,
     time_unit,
@@ -248,3 +249,31 @@ def test_splits_refuse_datasets_that_are_not_sequences() -> None:
         leave_one_out(Dataset.from_dict(columns | times))
     with pytest.raises(DataError, match=r"item_id and timestamp differ in length"):
         leave_one_out(Dataset.from_dict(columns | {"timestamp": [[1, 2, 3], [1, 2]]}))
+
+
+def test_held_out_users_are_those_who_came_last() -> None:
+    came = {u: 100 * ((u * 7) % 20) for u in range(20)}
+    rows = [(f"u{u}", f"i{n}", came[u] + n, "like") for u in came for n in range(4)]
+    sequences = build_sequences(make(rows))
+    split = held_out_users(sequences, validation_fraction=0.1, test_fraction=0.2)
+    by_time = sorted(came, key=lambda u: came[u])
+    for part, users in (
+        (split.train, by_time[:14]),
+        (split.validation, by_time[14:16]),
+        (split.test, by_time[16:]),
+    ):
+        assert sorted(part["user_id"]) == sorted(f"u{u}" for u in users)
+    assert all(row["item_id"] == ["i0", "i1", "i2", "i3"] for row in split.train)
+    for row in split.test:
+        assert row["item_id"] == ["i0", "i1", "i2"] and row["target_item_id"] == "i3"
+        assert row["target_timestamp"] == row["timestamp"][-1] + 1
+
+
+def test_held_out_users_refuses_what_it_cannot_split() -> None:
+    rows = [(f"u{u}", f"i{n}", 10 * u + n, "like") for u in range(4) for n in range(3)]
+    sequences = build_sequences(make(rows))
+    with pytest.raises(DataError, match=r"fractions 0.05 and 0.1 of 4 users are 0 and 0, wanted"):
+        held_out_users(sequences)
+    short = build_sequences(make([*rows, ("late", "i0", 99, "like")]))
+    with pytest.raises(DataError, match="user 'late' has 1 events, wanted at least 2"):
+        held_out_users(short, validation_fraction=0.2, test_fraction=0.2)

@@ -28,8 +28,9 @@ from gr.kernels.hstu_attention import (
     time_bucket,
 )
 from gr.kernels.hstu_attention.geometry import bucket_starts
+from gr.kernels.triton_path import interpreted
 
-DEVICE = "cpu" if fused.interpreted() else "cuda"
+DEVICE = "cpu" if interpreted() else "cuda"
 NAMES = ("q", "k", "v", "position_table", "time_table")
 DISTANCES, BUCKETS = 40, 50
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gr.kernels.item_softmax import Impl, fused, item_softmax
+from gr.kernels.triton_path import interpreted
 
-DEVICE = "cpu" if fused.interpreted() else "cuda"
+DEVICE = "cpu" if interpreted() else "cuda"
 NAMES = ("hidden", "weight", "bias")
 
 

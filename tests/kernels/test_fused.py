@@ -58,14 +58,24 @@ def test_gr_runs_without_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch, gr
+from gr.kernels.branch_attention import branch_attention
+from gr.kernels.group_layer_norm import group_layer_norm
 from gr.kernels.hstu_attention import Visibility, build_geometry, hstu_attention
 from gr.kernels.item_softmax import item_softmax
+from gr.kernels.norm_mul import norm_mul
+from gr.kernels.retention import retention
+from gr.kernels.sparse_attention import SparseMask, sparse_attention
 x, at = torch.ones(1, 1, 2, 2), torch.arange(2)[None]
 rule = Visibility(torch.ones(1, 2, dtype=torch.bool), at, 2)
 geometry = build_geometry(rule, at, at, None, None, max_distance=2, num_buckets=2)
 for call in (
     lambda impl: hstu_attention(x, x, x, geometry, norm_length=1.0, impl=impl),
     lambda impl: item_softmax(x[0, 0], x[0, 0], at[0], impl=impl),
+    lambda impl: branch_attention(x, x, x, x, x, at[..., None], impl=impl),
+    lambda impl: sparse_attention(x, x, x, SparseMask(), impl=impl),
+    lambda impl: norm_mul(x, x, impl=impl),
+    lambda impl: group_layer_norm(x[0, 0], at[0], x[0, 0], x[0, 0], impl=impl),
+    lambda impl: retention(x, x, x, torch.zeros(1), impl=impl),
 ):
     call("auto")
     try:

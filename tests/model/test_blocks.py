@@ -72,6 +72,7 @@ def literal_hstu(block: HSTUBlock, x_ND: Tensor, time_N: Tensor, asked: int) -> 
         attended = torch.zeros(inner, dtype=x_ND.dtype)
         for h in range(heads):
             at = slice(h * size, (h + 1) * size)
+            exponentials = []
             for j in range(i + 1):
                 score = q[i, at] @ k[j, at]
                 if options.scale_scores:
@@ -82,7 +83,12 @@ def literal_hstu(block: HSTUBlock, x_ND: Tensor, time_N: Tensor, asked: int) -> 
                     gap = max(1, abs(following - int(time_N[j])))
                     bucket = min(options.num_time_buckets, math.floor(math.log(gap) / 0.301))
                     score = score + block.time_bias[bucket]
-                attended[at] += score * torch.sigmoid(score) / options.norm_length * v[j, at]
+                if options.attention == "softmax":
+                    exponentials.append(torch.exp(score))
+                else:
+                    attended[at] += score * torch.sigmoid(score) / options.norm_length * v[j, at]
+            for j, exponential in enumerate(exponentials):
+                attended[at] += exponential / sum(exponentials) * v[j, at]
         gated = u[i] * norm(attended, block.output_norm)
         if options.concat_output:
             gated = torch.cat([u[i], attended, gated])
@@ -99,6 +105,8 @@ FLAGS = [
     HSTUOptions(norm_length=7.0, bias="position"),
     HSTUOptions(norm_length=7.0, bias="none"),
     HSTUOptions(norm_length=7.0, concat_output=True),
+    HSTUOptions(norm_length=7.0, attention="softmax"),
+    HSTUOptions(norm_length=7.0, attention="softmax", bias="position", scale_scores=True),
 ]
 
 

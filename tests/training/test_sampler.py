@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from gr.training import BatchRecipe, BucketSampler, WindowRecipe, Windows
+from gr.training import BatchRecipe, BucketSampler, StochasticLength, WindowRecipe, Windows
 from tests.training.world import World
 
 RANDOM = WindowRecipe(max_events=7, context=2, random_cuts=True, bare_windows=0.3)
@@ -136,3 +136,28 @@ def test_ties_are_drawn_anew_in_every_epoch_whatever_the_processes() -> None:
     ]
     assert set(np.concatenate([d for d in sharded if d is not None])) == set(every)
     assert all(batch.tie_draw is None for batch in BucketSampler(collator, RANDOM, TOKENS, 1, 1))
+
+
+def test_stochastic_length_cuts_long_windows_anew_in_every_epoch(world: World) -> None:
+    collator = world.collator()
+    whole = WindowRecipe(max_events=40)
+    options = replace(whole, stochastic_length=StochasticLength(1.5, "random"))
+    limit = StochasticLength(1.5).threshold(40)
+    epochs: list[list[tuple[int, ...]]] = [[], []]
+    sampler = BucketSampler(collator, options, BatchRecipe(tokens=400), 2, seed=3)
+    for number, batch in enumerate(sampler):
+        epoch = int(number >= sampler.steps_before[1])
+        built = collator(batch)
+        assert built["input_ids"].shape[1] == collator.lengths(batch).max()
+        assert (built["attention_mask"].sum(1).numpy() == collator.lengths(batch)).all()
+        position, count = batch.positions()
+        for start, stop, n, events in zip(
+            batch.start, batch.stop, count, np.split(position, np.cumsum(count)[:-1]), strict=True
+        ):
+            assert n in {stop - start, limit} and (np.diff(events) > 0).all()
+            assert events.min() >= start and events.max() < stop
+            epochs[epoch].append(tuple(events.tolist()))
+    assert any(len(events) == limit for events in epochs[0])
+    assert sorted(epochs[0]) != sorted(epochs[1])
+    again = BucketSampler(collator, options, BatchRecipe(tokens=400), 2, seed=3)
+    assert sum(len(batch) for batch in again) == sum(map(len, epochs))

@@ -6,8 +6,6 @@ result is A v. Source: HSTU §3.1 and its public code.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -17,6 +15,7 @@ from gr.kernels.hstu_attention.geometry import Geometry, build_geometry, time_bu
 from gr.kernels.hstu_attention.pointwise import pointwise_attention
 from gr.kernels.hstu_attention.reference import reference_attention
 from gr.kernels.hstu_attention.visibility import Visibility
+from gr.kernels.triton_path import triton_lacks
 
 __all__ = ["Geometry", "Impl", "Visibility", "build_geometry", "hstu_attention", "time_bucket"]
 
@@ -84,18 +83,9 @@ def _wants_triton(q: Tensor) -> bool:
 
 
 def _triton_lacks(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> str | None:
-    if not _has_triton():
-        return "the package triton is not installed; wanted triton>=3.6 (pip install triton)"
+    lacks = triton_lacks("q", q)
+    if lacks is not None:
+        return lacks
     from gr.kernels.hstu_attention import fused
 
-    if not q.is_cuda and not fused.interpreted():
-        return (
-            f"q is on {q.device}; wanted a CUDA device, or TRITON_INTERPRET=1 in the environment "
-            "before Python starts"
-        )
     return fused.why_not(q, k, v, geometry)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

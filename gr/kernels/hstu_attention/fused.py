@@ -24,7 +24,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,17 +31,13 @@ from gr.kernels.hstu_attention import fused_kernels as kernels
 from gr.kernels.hstu_attention.geometry import Geometry, bucket_starts
 from gr.kernels.hstu_attention.needed_tiles import listed, needed_tiles
 from gr.kernels.hstu_attention.visibility import Visibility
+from gr.kernels.triton_path import interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Copies of a bucket that one program adds to.
 LANES = 8
 # Floats that all copies of a table take together.
 COPIES_SIZE = 2**22
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on any tensors (``TRITON_INTERPRET=1``)."""
-    return not isinstance(kernels.forward, triton.runtime.JITFunction)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry) -> str | None:

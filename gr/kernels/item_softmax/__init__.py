@@ -13,8 +13,6 @@ Legend: T targets, D width, V rows of the table, R negatives of a target.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from gr.kernels.item_softmax.reference import reference_losses
 from gr.kernels.item_softmax.tiled import tiled_losses
+from gr.kernels.triton_path import triton_lacks, wants_triton
 
 __all__ = ["L2_EPS", "Impl", "item_softmax"]
 
@@ -78,7 +77,7 @@ def item_softmax(
         if l2_normalize and negative is None:
             weight_VD = F.normalize(weight_VD, dim=-1, eps=L2_EPS)
         run = reference_losses if impl == "reference" else tiled_losses
-        if impl == "triton" or (impl == "auto" and _wants_triton(hidden_TD)):
+        if impl == "triton" or (impl == "auto" and wants_triton(hidden_TD)):
             missing = _triton_lacks(hidden_TD, negative)
             if missing is None:
                 from gr.kernels.item_softmax.fused import fused_losses as run
@@ -152,23 +151,10 @@ def _product_dtype(hidden: Tensor, l2_normalize: bool) -> torch.dtype:
     return hidden.dtype
 
 
-def _wants_triton(hidden: Tensor) -> bool:
-    return hidden.is_cuda and not torch.compiler.is_compiling()
-
-
 def _triton_lacks(hidden: Tensor, negative: Tensor | None) -> str | None:
-    if not _has_triton():
-        return "the package triton is not installed; wanted triton>=3.6 (pip install triton)"
+    lacks = triton_lacks("hidden_TD", hidden)
+    if lacks is not None:
+        return lacks
     from gr.kernels.item_softmax import fused
 
-    if not hidden.is_cuda and not fused.interpreted():
-        return (
-            f"hidden_TD is on {hidden.device}; wanted a CUDA device, or TRITON_INTERPRET=1 in the "
-            "environment before Python starts"
-        )
     return fused.why_not(hidden, negative)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

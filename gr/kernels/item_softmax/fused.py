@@ -18,16 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from gr.kernels.item_softmax import fused_kernels as kernels
 from gr.kernels.item_softmax.tiled import smoothing
+from gr.kernels.triton_path import interpreted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_T, BLOCK_R = 64, 64
 # Wider products go through their columns in parts.
 MAX_BLOCK_D = 128
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on any tensors (``TRITON_INTERPRET=1``)."""
-    return not isinstance(kernels.forward, triton.runtime.JITFunction)
 
 
 def why_not(hidden: Tensor, negative: Tensor | None) -> str | None:

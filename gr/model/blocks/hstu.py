@@ -7,7 +7,8 @@
 Source: HSTU §3 (formulas 1-3) and its public code, which differs between its two uses. The defaults
 are the retrieval form: no affine norms, no projection bias, α = 1. ``HSTUOptions.ranking`` is the
 ranking form: SiLU on u only, affine norms, α = 1/√d, no relative bias, and W_o reads
-[u, A v, u ⊙ LayerNorm(A v)].
+[u, A v, u ⊙ LayerNorm(A v)]. ``attention="softmax"`` is the paper's ablation: softmax in the place
+of SiLU and 1/n.
 
 Deviation: the published position table has 2N − 1 entries, of which causal attention reads N; this
 one has those N. n is a constant of the configuration, never the length of the batch.
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gr.kernels.hstu_attention import Geometry, hstu_attention
+from gr.kernels.norm_mul import norm_mul
 from gr.model.cache import LayerCache
 from gr.model.layout import Layout
 
@@ -39,6 +41,7 @@ class HSTUOptions:
 
     Attributes:
         norm_length: the constant n that attention weights are divided by.
+        attention: "pointwise", or "softmax" over what a query sees.
         activation: SiLU on all four projections ("uvqk") or on the gate only ("u").
         affine_norm: learnt scale and shift in both LayerNorms.
         scale_scores: α = 1/√d instead of 1.
@@ -50,6 +53,7 @@ class HSTUOptions:
     """
 
     norm_length: float = 200.0
+    attention: Literal["pointwise", "softmax"] = "pointwise"
     activation: Literal["uvqk", "u"] = "uvqk"
     affine_norm: bool = False
     scale_scores: bool = False
@@ -60,6 +64,7 @@ class HSTUOptions:
 
     def __post_init__(self) -> None:
         for name, value, wanted in (
+            ("attention", self.attention, ("pointwise", "softmax")),
             ("activation", self.activation, ("uvqk", "u")),
             ("bias", self.bias, ("none", "position", "position_time")),
         ):
@@ -119,20 +124,46 @@ class HSTUBlock(GradientCheckpointingLayer):
         q_BHNd, k_BHKd, v_BHKd = self._heads(q), self._heads(k), self._heads(v)
         if cache is not None:
             k_BHKd, v_BHKd = cache.update(k_BHKd, v_BHKd)
-        geometry: Geometry = layout.geometry(self.max_distance, options.num_time_buckets)
-        attended_BHNd = hstu_attention(
-            q_BHNd,
-            k_BHKd,
-            v_BHKd,
-            geometry,
+        attend = self._pointwise if options.attention == "pointwise" else self._softmax
+        attended_BNF = attend(q_BHNd, k_BHKd, v_BHKd, layout).transpose(1, 2).flatten(2)
+        gated_BNF = norm_mul(
+            attended_BNF,
+            u_BNF,
+            self.output_norm.weight,
+            self.output_norm.bias,
+            eps=options.norm_eps,
+            concat=options.concat_output,
+            dropout=self.dropout,
+            training=self.training,
+        )
+        update_BND: Tensor = self.o_proj(gated_BNF)
+        return x_BND + update_BND
+
+    def _geometry(self, layout: Layout) -> Geometry:
+        return layout.geometry(self.max_distance, self.options.num_time_buckets)
+
+    @property
+    def _scale(self) -> float:
+        return self.head_dim**-0.5 if self.options.scale_scores else 1.0
+
+    def _pointwise(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        return hstu_attention(
+            q,
+            k,
+            v,
+            self._geometry(layout),
             self.position_bias,
             None if layout.time_BK is None else self.time_bias,
-            scale=self.head_dim**-0.5 if options.scale_scores else 1.0,
-            norm_length=options.norm_length,
+            scale=self._scale,
+            norm_length=self.options.norm_length,
         )
-        attended_BNF = attended_BHNd.transpose(1, 2).flatten(2)
-        gated_BNF = u_BNF * self.output_norm(attended_BNF)
-        if options.concat_output:
-            gated_BNF = torch.cat([u_BNF, attended_BNF, gated_BNF], dim=-1)
-        update_BND: Tensor = self.o_proj(F.dropout(gated_BNF, self.dropout, self.training))
-        return x_BND + update_BND
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        geometry, bias_B1QK = self._geometry(layout), q.new_zeros(1)
+        if self.position_bias is not None:
+            bias_B1QK = bias_B1QK + self.position_bias[geometry.distance()][:, None]
+        bucket_BQK = geometry.bucket()
+        if self.time_bias is not None and bucket_BQK is not None:
+            bias_B1QK = bias_B1QK + self.time_bias[bucket_BQK][:, None]
+        bias_B1QK = torch.where(layout.mask(), bias_B1QK, -torch.inf).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B1QK, scale=self._scale)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from gr.kernels.dropout import fast_dropout
 from gr.model.cache import LayerCache
 from gr.model.layout import Layout
 
@@ -89,7 +90,7 @@ class TransformerBlock(GradientCheckpointingLayer):
             q_BHNd, k_BGKd, v_BGKd, attn_mask=layout.mask(), enable_gqa=True
         )
         attended = self.o_proj(attended.transpose(1, 2).flatten(2))
-        h_BND = x_BND + F.dropout(attended, self.dropout, self.training)
+        h_BND = x_BND + fast_dropout(attended, self.dropout, self.training)
         normed = self.post_attention_layernorm(h_BND)
         update = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
-        return h_BND + F.dropout(update, self.dropout, self.training)
+        return h_BND + fast_dropout(update, self.dropout, self.training)
