@@ -162,12 +162,21 @@ def show(results: dict[str, Any]) -> None:
         rows.append([name, *units, f"{PAPER[FORMS[name].block]:.0f}"])
     columns = ("", *settings, "paper")
     print_table("Saved for the backward pass, D bytes per token and layer", columns, rows)
-    ratios = ", ".join(
-        f"{results['transformer'][setting]['units'] / results['hstu'][setting]['units']:.2f} "
-        f"({setting})"
-        for setting in settings
-    )
-    print(f"transformer / hstu: {ratios}; the paper: {33 / 14:.2f}.")
+    setting = settings[0]
+    rows = [
+        [
+            name,
+            *(
+                f"{results[name][setting]['units'] / results[other][setting]['units']:.2f}"
+                for other in results
+                if other.startswith("hstu")
+            ),
+        ]
+        for name in results
+        if name.startswith("transformer")
+    ]
+    columns = (f"{setting}: layer over", *(name for name in results if name.startswith("hstu")))
+    print_table(f"How much more a transformer keeps (the paper: {33 / 14:.2f})", columns, rows)
 
 
 def main() -> None:
