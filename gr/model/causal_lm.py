@@ -153,6 +153,7 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
             None if config.vocabulary is None else SidVocabulary.from_dict(config.vocabulary)
         )
         self._follow: tuple[Tensor, Tensor] | None = None
+        self._loss_made: tuple[object, StreamLoss] | None = None
         self.post_init()
 
     def forward(
@@ -243,18 +244,23 @@ class GRForCausalLM(GRPreTrainedModel, GenerationMixin):
         return table_GV[group_V[token_BN]]
 
     def _loss(self, hidden_BND: Tensor, labels_BN: Tensor, num_targets: Any) -> Tensor:
-        config = self.config
         target = labels_BN[:, 1:]
         chosen = target != -100
-        loss = StreamLoss(
-            config.item_loss,
-            self.token_vocabulary,
-            action_weight=config.action_loss_weight,
-            smooth=config.label_smoothing,
-            num_negatives=config.num_negatives,
-            shared_negatives=config.shared_negatives,
-        )
+        loss = self._stream_loss()
         return loss(hidden_BND[:, :-1][chosen], self._head(), target[chosen], num_targets)
+
+    def _stream_loss(self) -> StreamLoss:
+        config = self.config
+        options = {
+            "action_weight": config.action_loss_weight,
+            "smooth": config.label_smoothing,
+            "num_negatives": config.num_negatives,
+            "shared_negatives": config.shared_negatives,
+        }
+        if self._loss_made is None or self._loss_made[0] != (config.item_loss, options):
+            made = StreamLoss(config.item_loss, self.token_vocabulary, **options)
+            self._loss_made = (config.item_loss, options), made
+        return self._loss_made[1]
 
     def _head(self) -> Head:
         config, linear = self.config, self.lm_head

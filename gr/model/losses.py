@@ -10,6 +10,7 @@ temperature); TIGER and its successors (softmax per level).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +79,14 @@ def sampled_softmax(
     )
 
 
+class _Groups(NamedTuple):
+    """Group of each token, -1 for none, its place in it; rows, size and kind of each group."""
+
+    of_token: Tensor
+    place: Tensor
+    rows: list[tuple[slice | Tensor, int, bool]]
+
+
 class StreamLoss:
     """The training loss of a native stream: item levels and actions, each against its peers.
 
@@ -100,6 +109,7 @@ class StreamLoss:
         self.item_loss, self.vocabulary = item_loss, vocabulary
         self.action_weight, self.smooth = action_weight, smooth
         self.num_negatives, self.shared_negatives = num_negatives, shared_negatives
+        self._known: _Groups | None = None
 
     def __call__(
         self,
@@ -129,42 +139,53 @@ class StreamLoss:
         return target_T >= self.vocabulary.first_action
 
     def _by_group(self, hidden_TD: Tensor, head: Head, target_T: Tensor) -> Tensor:
+        groups = self._groups(target_T.device)
+        group_T, place_T = groups.of_token[target_T], groups.place[target_T]
         total = hidden_TD.sum() * 0.0
-        for peers, is_action in self._peers(target_T.device):
-            # `peers` is ascending, so a target's place in it is its class among them.
-            local_T = torch.searchsorted(peers, target_T).clamp_max(len(peers) - 1)
-            chosen = (peers[local_T] == target_T).nonzero()[:, 0]
+        for number, (rows, size, is_action) in enumerate(groups.rows):
+            chosen = (group_T == number).nonzero()[:, 0]
             if chosen.numel() == 0:
                 continue
-            hidden, local = hidden_TD[chosen], local_T[chosen]
-            contiguous = int(peers[-1] - peers[0]) + 1 == len(peers)
-            rows = head.rows(slice(int(peers[0]), int(peers[-1]) + 1) if contiguous else peers)
-            if self.item_loss == "sampled" and not is_action and len(peers) > self.num_negatives:
+            hidden, place, peers = hidden_TD[chosen], place_T[chosen], head.rows(rows)
+            if self.item_loss == "sampled" and not is_action and size > self.num_negatives:
                 loss_T = sampled_softmax(
-                    hidden, rows, local, self.num_negatives, self.shared_negatives
+                    hidden, peers, place, self.num_negatives, self.shared_negatives
                 )
             else:
-                loss_T = full_softmax(hidden, rows, local, self.smooth)
+                loss_T = full_softmax(hidden, peers, place, self.smooth)
             total = total + loss_T.sum() * (self.action_weight if is_action else 1.0)
         return total
 
-    def _peers(self, device: torch.device) -> list[tuple[Tensor, bool]]:
+    def _groups(self, device: torch.device) -> _Groups:
+        if self._known is None or self._known.place.device != device:
+            self._known = self._make_groups(device)
+        return self._known
+
+    def _make_groups(self, device: torch.device) -> _Groups:
         """The sets of tokens that compete: what may start an item, each later level, the actions.
 
         The first levels of all types compete with each other, since any of them may come next.
         """
         assert self.vocabulary is not None
         firsts: list[Tensor] = []
-        others: list[tuple[Tensor, bool]] = []
+        sets: list[tuple[Tensor, bool]] = []
         for kind, sizes in self.vocabulary.level_sizes.items():
             for level, size in enumerate(sizes):
                 start = self.vocabulary.level_start(kind, level)
-                tokens = torch.arange(start, start + size, device=device)
                 if level == 0:
-                    firsts.append(tokens)
+                    firsts.append(torch.arange(start, start + size))
                 else:
-                    others.append((tokens, False))
-        sets = [(torch.cat(firsts), False), *others]
+                    sets.append((torch.arange(start, start + size), False))
+        sets.insert(0, (torch.cat(firsts), False))
         if self.vocabulary.actions:
-            sets.append((torch.from_numpy(self.vocabulary.action_tokens).to(device), True))
-        return sets
+            sets.append((torch.from_numpy(self.vocabulary.action_tokens), True))
+        of_token = torch.full((self.vocabulary.end,), -1)
+        place = torch.zeros_like(of_token)
+        rows: list[tuple[slice | Tensor, int, bool]] = []
+        for number, (tokens, is_action) in enumerate(sets):
+            of_token[tokens], place[tokens] = number, torch.arange(len(tokens))
+            first, last = int(tokens[0]), int(tokens[-1])
+            one_piece = last - first + 1 == len(tokens)
+            chosen = slice(first, last + 1) if one_piece else tokens.to(device)
+            rows.append((chosen, len(tokens), is_action))
+        return _Groups(of_token.to(device), place.to(device), rows)

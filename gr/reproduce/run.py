@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -128,7 +127,7 @@ class _Outcome:
             "seconds": log["seconds"],
             "validation": best,
             "test": test,
-            "commit": commit(),
+            "commit": log["commit"],
         }
 
     def _rows(self, exclude_seen: bool) -> Path:
@@ -179,17 +178,3 @@ def _difference(
         "b": b,
         **{metric: paired_difference(ours, other, metric) for metric in COMPARED},
     }
-
-
-def commit() -> str:
-    """The commit of the code that runs, with a ``+`` where files differ from it."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    head = git("rev-parse", "--short=9", "HEAD")
-    if not head:
-        return f"version {version('gr-recsys')}"
-    return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -30,6 +30,7 @@ from gr.model import GRConfig, GRForCausalLM
 from gr.tokenizer import SemanticIdTokenizer
 from gr.training.arguments import training_arguments
 from gr.training.checkpoints import quiet_files
+from gr.training.code_version import commit
 from gr.training.collator import StreamCollator
 from gr.training.events import EventArrays
 from gr.training.ids import Ids, build_ids
@@ -123,6 +124,7 @@ def train(
             dataset=interactions.name,
             split=data.split.name,
             split_hash=data.split.split_hash,
+            commit=commit(),
         )
     if arguments.world_size > 1:
         dist.barrier()
