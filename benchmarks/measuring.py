@@ -9,13 +9,11 @@ allocator makes it look smaller.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import multiprocessing
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -31,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gr.data.whole_file import whole_file
+from peers.watch import peak, reset_peak, trim
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,10 +55,10 @@ class Measured(Generic[T]):
 def measured(function: Callable[..., T], *arguments: Any) -> Measured[T]:
     """One call with its time and its extra peak memory."""
     gc.collect()
-    _trim()
-    before = _reset_peak()
+    trim()
+    before = reset_peak()
     seconds, result = timed(function, *arguments)
-    return Measured(result, seconds, max(0.0, (_peak() - before) / 1e6))
+    return Measured(result, seconds, max(0.0, (peak() - before) / 1e6))
 
 
 def timed(function: Callable[..., T], *arguments: Any) -> tuple[float, T]:
@@ -80,38 +79,6 @@ def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
-
-
-def _trim() -> None:
-    """Hand freed memory back, so that the call cannot use it unseen (glibc only)."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise KeyError(field)
-
-
-def _reset_peak() -> int:
-    """Bytes resident now; where the kernel allows it, the peak starts again from here."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        return _status("VmRSS")
-    except OSError:
-        return _peak()
-
-
-def _peak() -> int:
-    try:
-        return _status("VmHWM")
-    except OSError:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return used if sys.platform == "darwin" else 1024 * used
 
 
 # ---- what it was measured on ---------------------------------------------------------------------

@@ -118,12 +118,29 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
         yield f"| {' | '.join(row)} |"
 
 
+def training(result: Mapping[str, Any]) -> Iterator[str]:
+    config = result["config"]
+    yield f"Training: {config['data']}, {config['epochs']} epochs. {_where(result)}\n"
+    rows = []
+    for name, found in result["peers"].items():
+        qualities = (
+            " / ".join(f"{found[side][metric]:.3f}" for metric in ("HR@10", "NDCG@10"))
+            for side in ("quality", "quality_ours")
+        )
+        ratios = (found["epoch_speedup"], found["memory_ratio"])
+        beside = f"`{name.partition(',')[0]}`", f"`{found['ours']}`"
+        rows.append([*beside, *(f"{ratio:.1f}×" for ratio in ratios), *qualities])
+    columns = ("peer", "ours", "epoch", "peak memory", "quality, peer", "quality, ours")
+    yield from _table(columns, rows)
+    yield ""
+
+
 def main() -> None:
     if sys.argv[1:] in (["--help"], ["-h"]):
         print(__doc__)
         return
     folder = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
-    shows = {"retrieve": retrieval, "rank": ranking, "trie": tries}
+    shows = {"retrieve": retrieval, "rank": ranking, "trie": tries, "train": training}
     measured = {name: folder / f"{name}.json" for name in shows}
     if not any(file.is_file() for file in measured.values()):
         sys.exit(f"{folder} has no results: wanted one of {[*shows]} as JSON")
