@@ -348,15 +348,13 @@ def show(result: Mapping[str, Any]) -> None:
         [
             name,
             f"{found['epoch_speedup']:.1f}x",
-            f"{found['epoch_cpu_ratio']:.1f}x",
-            f"{found['target_speedup']:.1f}x",
             f"{found['memory_ratio']:.2f}x",
             f"{found['growth_ratio']:.1f}x",
             f"{found['difference']['NDCG@10']['ours_minus_peer']:+.4f}",
         ]
         for name, found in result["peers"].items()
     ]
-    ratios = ("peer", "epoch", "CPU", "target", "peak", "grown", "NDCG@10")
+    ratios = ("peer", "epoch", "peak", "grown", "NDCG@10")
     print_table("Peer over ours (NDCG@10: ours minus peer)", ratios, rows)
 
 
