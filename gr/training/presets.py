@@ -49,7 +49,10 @@ HSTU_SID = Recipe(
     ids=SEMANTIC_IDS,
     model={
         **HSTU,
-        "layer_types": ["hstu"] * 3,
+        # HSTU reads times; on validation two transformer layers above it are worth more than two
+        # further HSTU layers.
+        "layer_types": ["hstu", "transformer", "transformer"],
+        "intermediate_size": 128,
         "block_options": {"hstu": {"norm_length": 304.0}},
         "head_bias": True,
         "logit_temperature": 0.06,
@@ -100,7 +103,7 @@ PRESETS: dict[str, Recipe] = {
 }
 
 DESCRIPTIONS: dict[str, str] = {
-    "hstu-sid": "semantic IDs and actions through HSTU blocks: retrieves and ranks",
+    "hstu-sid": "semantic IDs and actions through HSTU and transformer blocks: retrieves and ranks",
     "hstu-sid-items": "the same for a table of user, item and time: retrieves only",
     "hstu-atomic": "one token per item through HSTU blocks: the classic sequential model",
 }
