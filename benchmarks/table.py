@@ -135,12 +135,32 @@ def training(result: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
+def kernels(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"Kernels: time of another form over ours, and memory. {_where(result)}\n"
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        for name, found in row["time_ratio"].items():
+            cells = rows.setdefault((f"`{row['op']}`, {row['size']}", name), [])
+            memory = row["memory_mb"]
+            cells.append(f"{found['median']:.2f}×")
+            cells.append(f"{_short(memory[name])} / {_short(memory['ours'])}")
+    columns = ("", "beside", "forward", "MB", "with gradients", "MB")
+    yield from _table(columns, [[*key, *cells] for key, cells in rows.items()])
+    yield ""
+
+
 def main() -> None:
     if sys.argv[1:] in (["--help"], ["-h"]):
         print(__doc__)
         return
     folder = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
-    shows = {"retrieve": retrieval, "rank": ranking, "trie": tries, "train": training}
+    shows = {
+        "retrieve": retrieval,
+        "rank": ranking,
+        "trie": tries,
+        "train": training,
+        "kernels": kernels,
+    }
     measured = {name: folder / f"{name}.json" for name in shows}
     if not any(file.is_file() for file in measured.values()):
         sys.exit(f"{folder} has no results: wanted one of {[*shows]} as JSON")
