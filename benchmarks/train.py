@@ -1,6 +1,8 @@
 """Training: ours beside other libraries, on the same events, with the quality of what comes out.
 
     python benchmarks/train.py [--data ml-1m] [--epochs 20] [--threads 2]
+    python benchmarks/train.py --data ml-1m --only rectools-hstu-softmax --minutes 60 --threads 1 \
+        --trained runs/reproduce/ml-1m-hstu/hstu
 
 The first call makes an environment for the peers and installs ``peers/requirements.txt`` into it:
 RecTools (``HSTUModel``, ``SASRecModel``) and RePlay (``SasRec``). Every run then has a process of
@@ -8,6 +10,9 @@ its own, with the same events, width, depth, heads, length, negatives, batch, dr
 and number of epochs, and returns its best 50 items for every test user, which this process judges:
 leave-one-out, whole catalogue, seen items excluded, last weights. docs/benchmarks.md explains the
 numbers and names the differences that remain.
+
+With ``--minutes`` peers train for that long, and stand beside recommenders that ``gr train`` or
+``gr reproduce`` left (``--trained``).
 """
 
 from __future__ import annotations
@@ -30,8 +35,16 @@ import pandas as pd
 from datasets import Dataset
 
 from gr.data.whole_file import whole_file
-from gr.eval import Bootstrap, EvaluationSet, RetrievalProtocol, evaluate_retrieval
-from gr.eval.protocol import RetrievalResult, paired_difference
+from gr.eval import (
+    Bootstrap,
+    EvaluationSet,
+    RetrievalProtocol,
+    RetrievalResult,
+    evaluate_recommender,
+    evaluate_retrieval,
+    paired_difference,
+)
+from gr.inference import Recommender
 from gr.training.ids import build_ids
 from gr.training.prepare import PreparedData, prepare, read_data
 from gr.training.recipe import DataRecipe, IdsRecipe
@@ -42,6 +55,7 @@ HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "peers" / "requirements.txt"
 METRICS = ("HR@10", "NDCG@10")
 EPOCHS = {"ml-100k": 20, "ml-1m": 10}
+UNLIMITED = 100_000
 
 
 @dataclass(frozen=True)
@@ -192,8 +206,8 @@ def summary(report: Mapping[str, Any], quality: RetrievalResult) -> dict[str, An
         "epoch_cpu_seconds": median(cpu_seconds[1:] or cpu_seconds),
         "targets_per_epoch": report["targets"],
         "targets_per_second": report["targets"] / typical,
-        **{metric: quality.metrics[metric] for metric in METRICS},
-        **{f"{metric}_interval": list(quality.intervals[metric]) for metric in METRICS},
+        **metrics_of(quality),
+        "seconds": sum(seconds),
         **{name: value for name, value in report.items() if name != "targets"},
     }
 
@@ -209,10 +223,6 @@ def compare(
         qualities: of the peer and of ours.
     """
     theirs, mine = qualities
-    differences = {}
-    for metric in METRICS:
-        mean, low, high = paired_difference(mine, theirs, metric)
-        differences[metric] = {"ours_minus_peer": mean, "interval": [low, high]}
     return {
         "epoch_speedup": peer["epoch_seconds"] / ours["epoch_seconds"],
         "epoch_cpu_ratio": peer["epoch_cpu_seconds"] / ours["epoch_cpu_seconds"],
@@ -221,8 +231,47 @@ def compare(
         "growth_ratio": peer["growth_mb"] / max(ours["growth_mb"], 1.0),
         "quality": {metric: peer[metric] for metric in METRICS},
         "quality_ours": {metric: ours[metric] for metric in METRICS},
-        "difference": differences,
+        "difference": difference(mine, theirs),
     }
+
+
+def load_trained(folder: Path, data: PreparedData) -> tuple[RetrievalResult, dict[str, Any]]:
+    """A recommender that was trained before: its quality, and what is kept of it.
+
+    Raises:
+        ValueError: it was trained on another split.
+    """
+    log = json.loads((folder / "train_log.json").read_text(encoding="utf-8"))
+    if log["split_hash"] != data.split.split_hash:
+        raise ValueError(
+            f"--trained: {folder} has split_hash {log['split_hash']}, wanted "
+            f"{data.split.split_hash}"
+        )
+    quality = evaluate_recommender(
+        Recommender.from_pretrained(folder / "model"),
+        data.split.test,
+        data.has_clock,
+        RetrievalProtocol(ks=(10,)),
+    )
+    kept = {"seconds": log["seconds"], "commit": log["commit"]}
+    return quality, {**kept, **metrics_of(quality)}
+
+
+def metrics_of(quality: RetrievalResult) -> dict[str, Any]:
+    """The metrics that are shown, with their intervals."""
+    return {
+        **{metric: quality.metrics[metric] for metric in METRICS},
+        **{f"{metric}_interval": list(quality.intervals[metric]) for metric in METRICS},
+    }
+
+
+def difference(ours: RetrievalResult, peer: RetrievalResult) -> dict[str, dict[str, Any]]:
+    """Ours minus a peer's, user by user, with 95 % intervals."""
+    found = {}
+    for metric in METRICS:
+        mean, low, high = paired_difference(ours, peer, metric)
+        found[metric] = {"ours_minus_peer": mean, "interval": [low, high]}
+    return found
 
 
 def comparisons(
@@ -276,7 +325,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="keep what runs leave there, and skip those that it has (default: a temporary one)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", default=RESULTS, help="folder of train.json"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=RESULTS,
+        help="folder of train.json, or train-ml-1m.json (default: benchmarks/results)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="train peers until so long has passed, instead of a number of epochs",
+    )
+    parser.add_argument(
+        "--trained",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="folders of training runs of ours to set beside the peers",
     )
     return parser.parse_args(arguments)
 
@@ -284,6 +351,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     given = parse()
     runs = [RUNS[name] for name in given.only or RUNS]
+    if given.minutes is not None and any(run.ours for run in runs):
+        sys.exit("--minutes is for peers: wanted --only with peers, and ours by --trained")
     python = {True: sys.executable, False: ""}
     if not all(run.ours for run in runs):
         python[False] = str(peer_python(given.peers))
@@ -297,7 +366,8 @@ def main() -> None:
         users=len(rows),
         items=len(catalog),
         has_clock=data.has_clock,
-        epochs=given.epochs or EPOCHS[given.data],
+        epochs=given.epochs or (EPOCHS[given.data] if given.minutes is None else UNLIMITED),
+        minutes=given.minutes,
         threads=given.threads,
         length=given.length,
         learning_rate=given.learning_rate,
@@ -314,18 +384,28 @@ def main() -> None:
             report = json.loads(done.read_text(encoding="utf-8"))
             qualities[run.name] = judge(folder, run, rows)
             measured[run.name] = summary(report, qualities[run.name])
+    beside: dict[str, dict[str, Any]] = {}
+    for place in given.trained:
+        quality, kept = load_trained(place, data)
+        beside[place.name] = {
+            **kept,
+            "difference": {name: difference(quality, peer) for name, peer in qualities.items()},
+        }
     result = {
         "peers": comparisons(measured, qualities),
+        "trained": beside,
         "runs": measured,
         "config": {**asdict(settings), "differences": DIFFERENCES},
         **about,
     }
     show(result)
     given.output.mkdir(parents=True, exist_ok=True)
-    with whole_file(given.output / "train.json") as temporary:
+    suffix = "" if given.data == "ml-100k" else f"-{given.data}"
+    file = given.output / f"train{suffix}.json"
+    with whole_file(file) as temporary:
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         temporary.write_text(text + "\n", encoding="utf-8")
-    print(given.output / "train.json")
+    print(file)
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -341,9 +421,27 @@ def show(result: Mapping[str, Any]) -> None:
     print_table(title, columns, rows)
     rows = [
         [name, *(_with_interval(run[metric], run[f"{metric}_interval"]) for metric in METRICS)]
-        for name, run in runs.items()
+        for name, run in [*runs.items(), *result["trained"].items()]
     ]
-    print_table(f"After {config['epochs']} epochs: test, 95 %", ("run", *METRICS), rows)
+    after = f"{config['epochs']} epochs"
+    if config["minutes"] is not None:
+        after = f"{config['minutes']:g} minutes"
+    print_table(f"After {after}: test, 95 %", ("run", *METRICS), rows)
+    rows = [
+        [
+            f"{name} − {peer}",
+            *(
+                f"{found[metric]['ours_minus_peer']:+.4f} "
+                f"[{found[metric]['interval'][0]:+.3f}, {found[metric]['interval'][1]:+.3f}]"
+                for metric in METRICS
+            ),
+            f"{runs[peer]['seconds'] / kept['seconds']:.2f}x",
+        ]
+        for name, kept in result["trained"].items()
+        for peer, found in kept["difference"].items()
+    ]
+    if rows:
+        print_table("Trained before, minus a peer", ("", *METRICS, "peer's time"), rows)
     rows = [
         [
             name,
@@ -355,7 +453,8 @@ def show(result: Mapping[str, Any]) -> None:
         for name, found in result["peers"].items()
     ]
     ratios = ("peer", "epoch", "peak", "grown", "NDCG@10")
-    print_table("Peer over ours (NDCG@10: ours minus peer)", ratios, rows)
+    if rows:
+        print_table("Peer over ours (NDCG@10: ours minus peer)", ratios, rows)
 
 
 def _with_interval(value: float, interval: Sequence[float]) -> str:

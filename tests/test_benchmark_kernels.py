@@ -53,7 +53,7 @@ def test_every_operation_is_measured_beside_a_form_that_agrees(tmp_path: Path) -
 
 
 def test_a_form_that_differs_ends_the_run() -> None:
-    kernels, cases = module("kernels"), module("kernel_cases")
+    kernels, cases = module("kernel_times"), module("kernel_cases")
     x = torch.randn(5, 3, requires_grad=True)
 
     def form(run: Any) -> Any:

@@ -33,6 +33,8 @@ class Settings:
         data: name of the data set. split_hash: of its split.
         users, items: how many.
         has_clock: whether times are seconds.
+        epochs: how many, or at most how many.
+        minutes: no epoch begins after so many; None sets no limit. For peers alone.
         length: events that a model reads; it trains on the last ``length + 1`` of every user.
         batch: users of an optimiser step.
     """
@@ -44,6 +46,7 @@ class Settings:
     has_clock: bool
     epochs: int
     threads: int
+    minutes: float | None = None
     length: int = 200
     width: int = 50
     layers: int = 2

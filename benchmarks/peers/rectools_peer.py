@@ -48,17 +48,21 @@ def dataset(events: pd.DataFrame) -> Any:
 def build(run: str, settings: Settings, watch: Watch) -> Any:
     """The model of a run, which reports its epochs to ``watch``."""
 
+    def end_epoch(trainer: Any, _: Any) -> None:
+        watch.epoch()
+        trainer.should_stop = watch.is_over(settings.minutes)
+
     def trainer() -> Any:
         return Trainer(
             max_epochs=settings.epochs,
-            min_epochs=settings.epochs,
+            min_epochs=1,
             accelerator="cpu",
             devices=1,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
-            callbacks=[LambdaCallback(on_train_epoch_end=lambda *_: watch.epoch())],
+            callbacks=[LambdaCallback(on_train_epoch_end=end_epoch)],
         )
 
     loss = "sampled_softmax" if run.endswith("-sampled") else "softmax"

@@ -73,6 +73,11 @@ def sequences(events: pd.DataFrame, settings: Settings) -> Any:
 
 def fit(run: str, events: pd.DataFrame, settings: Settings, watch: Watch) -> Any:
     """The trained model of a run, which reports its epochs to ``watch``."""
+
+    def end_epoch(trainer: Any, _: Any) -> None:
+        watch.epoch()
+        trainer.should_stop = watch.is_over(settings.minutes)
+
     model = SasRec(
         schema(settings),
         block_count=settings.layers,
@@ -95,7 +100,7 @@ def fit(run: str, events: pd.DataFrame, settings: Settings, watch: Watch) -> Any
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        callbacks=[LambdaCallback(on_train_epoch_end=lambda *_: watch.epoch())],
+        callbacks=[LambdaCallback(on_train_epoch_end=end_epoch)],
     )
     trainer.fit(model, DataLoader(windows, settings.batch, shuffle=True))
     return model

@@ -34,6 +34,7 @@ class Watch:
     held_mb: float = 0.0
     peak_mb: float = 0.0
     training_peak_mb: float = 0.0
+    _began: float = 0.0
     _last: float = 0.0
     _last_cpu: float = 0.0
 
@@ -43,12 +44,17 @@ class Watch:
         self.peak_mb = peak() / 1e6
         self.held_mb = reset_peak() / 1e6
         self._last, self._last_cpu = time.perf_counter(), time.process_time()
+        self._began = self._last
 
     def epoch(self) -> None:
         now, cpu = time.perf_counter(), time.process_time()
         self.seconds.append(now - self._last)
         self.cpu_seconds.append(cpu - self._last_cpu)
         self._last, self._last_cpu = now, cpu
+
+    def is_over(self, minutes: float | None) -> bool:
+        """Whether that much time has passed since the beginning; None never passes."""
+        return minutes is not None and time.perf_counter() - self._began >= 60 * minutes
 
     def end(self) -> None:
         self.training_peak_mb = peak() / 1e6
