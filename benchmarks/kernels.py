@@ -1,7 +1,7 @@
 """Every operation of ``gr.kernels`` beside its naive form: ``python benchmarks/kernels.py``.
 
-All of it is in ``kernel_times.py``. transformers looks for a package of this name and imports what it
-finds, so nothing may happen here before it is run.
+All of it is in ``kernel_times.py``. transformers looks for a package of this name and imports what
+it finds, so nothing may happen here before it is run.
 """
 
 if __name__ == "__main__":
