@@ -345,14 +345,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="RUN",
         help="folders of training runs of ours to set beside the peers",
     )
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.minutes is not None and any(RUNS[name].ours for name in given.only or RUNS):
+        parser.error("--minutes is for peers: wanted --only with peers, and ours by --trained")
+    return given
 
 
 def main() -> None:
     given = parse()
     runs = [RUNS[name] for name in given.only or RUNS]
-    if given.minutes is not None and any(run.ours for run in runs):
-        sys.exit("--minutes is for peers: wanted --only with peers, and ours by --trained")
     python = {True: sys.executable, False: ""}
     if not all(run.ours for run in runs):
         python[False] = str(peer_python(given.peers))

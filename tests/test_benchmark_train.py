@@ -23,7 +23,7 @@ from gr.eval import EvaluationSet
 from gr.training.ids import build_ids
 from gr.training.prepare import PreparedData, prepare
 from gr.training.recipe import DataRecipe, IdsRecipe
-from gr.training.train import model_config
+from gr.training.train import model_config, train
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 ITEMS = 40
@@ -207,6 +207,35 @@ def test_lists_are_judged_and_compared(data: PreparedData, ids: Any, tmp_path: P
     with_recipe = {**runs, "gr-hstu-recipe": ours}
     compared = train.comparisons(with_recipe, {**qualities, "gr-hstu-recipe": good})
     assert list(compared) == ["rectools-hstu-sampled", "rectools-hstu-sampled, our recipe"]
+
+
+def test_a_recommender_trained_before_stands_beside_a_peer(
+    data: PreparedData, ids: Any, settings: Any, tmp_path: Path
+) -> None:
+    bench = module("train")
+    recipe = module("train_ours").make_recipe("gr-hstu-sampled", settings)
+    ran = train(data.interactions, recipe, tmp_path / "ours")
+    quality, kept = bench.load_trained(ran.folder, data)
+    assert kept["seconds"] > 0 and kept["HR@10"] == quality.metrics["HR@10"]
+    peer, _ = judged(data, ids, tmp_path, "rectools-hstu-sampled", None)
+    found = bench.difference(quality, peer)["HR@10"]
+    assert found["ours_minus_peer"] == pytest.approx(kept["HR@10"])
+    other = replace(data, split=replace(data.split, split_hash="0" * 16))
+    with pytest.raises(ValueError, match=f"ours has split_hash .*, wanted {'0' * 16}"):
+        bench.load_trained(ran.folder, other)
+
+
+def test_a_peer_stops_after_its_minutes() -> None:
+    watch = module("peers.watch").Watch()
+    watch.begin()
+    assert not watch.is_over(None) and not watch.is_over(5.0)
+    assert watch.is_over(0.0)
+
+
+def test_minutes_are_for_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        module("train").parse(["--minutes", "5", "--only", "gr-hstu-recipe"])
+    assert "--minutes is for peers" in capsys.readouterr().err
 
 
 def test_every_peer_has_ours_beside_it() -> None:
