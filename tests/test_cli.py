@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gr.cli import app
-from gr.data import DATASETS, DataError
+from gr.data import DATASETS, GENERATED, DataError
 from gr.tokenizer import Catalog
 from gr.training import BatchRecipe, DataRecipe, IdsRecipe, Recipe, TrainingRecipe, WindowRecipe
 from gr.training.ids import main as ids_main
@@ -100,7 +100,7 @@ def test_data(world: World) -> None:
     assert len(found["leave-one-out split_hash"]) == 16
     shown = gr("data", world.events, "--columns", COLUMNS, "--items", world.items)
     assert shown.exit_code == 0 and found["leave-one-out split_hash"] in shown.stdout
-    assert answer("data").keys() == DATASETS.keys()
+    assert answer("data").keys() == {*DATASETS, *GENERATED}
     assert "ml-100k" in gr("data").stdout
 
 
