@@ -198,6 +198,8 @@ class SelectionRecipe:
     Attributes:
         metric: name of the validation metric that selects; higher is better.
         rows: validate on that many validation rows, drawn once by the run's seed; None for all.
+        exclude_seen: a history's own items are no candidates. False where people come back to them,
+            and where the evaluation lets them.
         every: epochs between validations.
         first: epoch of the first validation.
         patience: stop after that many validations in a row without a new best; None never stops.
@@ -206,6 +208,7 @@ class SelectionRecipe:
 
     metric: str = "NDCG@10"
     rows: int | None = None
+    exclude_seen: bool = True
     every: int = 1
     first: int = 1
     patience: int | None = None

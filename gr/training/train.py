@@ -103,6 +103,7 @@ def train(
         data.has_clock,
         training.selection.rows,
         training.seed,
+        training.selection.exclude_seen,
     )
     trainer = GRTrainer(
         model,

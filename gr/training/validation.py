@@ -15,7 +15,7 @@ class CatalogValidation:
     """Exact scores of all items for every row, then HR, NDCG and MRR; a ``GRTrainer`` evaluation.
 
     Histories are encoded once, at the first call. A row is asked at the time of its target, as a
-    served model is; a history's own items are no candidates.
+    served model is.
 
     Args:
         tokenizer: with its catalogue.
@@ -23,6 +23,7 @@ class CatalogValidation:
         max_events: events of a history that the model reads.
         has_clock: False where times are an order, and the model sees none.
         limit: use that many rows, drawn by ``seed``; None for all.
+        exclude_seen: a history's own items are no candidates.
         batch_size: users scored at once.
     """
 
@@ -34,6 +35,7 @@ class CatalogValidation:
         has_clock: bool = True,
         limit: int | None = None,
         seed: int = 0,
+        exclude_seen: bool = True,
         batch_size: int = 64,
     ) -> None:
         from gr.eval import EvaluationSet
@@ -43,7 +45,7 @@ class CatalogValidation:
             rows = rows.select(np.sort(chosen))
         assert tokenizer.catalog is not None
         self.tokenizer, self.max_events, self.has_clock = tokenizer, max_events, has_clock
-        self.batch_size = batch_size
+        self.exclude_seen, self.batch_size = exclude_seen, batch_size
         self.rows = EvaluationSet.from_rows(rows, tokenizer.catalog)
         self.trie = ItemTrie.from_catalog(tokenizer.catalog, tokenizer.vocabulary)
         self._encoded: list[list[Any]] | None = None
@@ -74,7 +76,7 @@ class CatalogValidation:
         result = evaluate_retrieval(
             score,
             self.rows,
-            RetrievalProtocol(ks=(10, 50)),
+            RetrievalProtocol(ks=(10, 50), exclude_seen=self.exclude_seen),
             batch_size=step,
             bootstrap=Bootstrap(replicates=0),
         )

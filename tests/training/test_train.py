@@ -104,11 +104,19 @@ def test_a_run_leaves_a_loadable_recommender(events: Path, tmp_path: Path) -> No
     assert again == pytest.approx(max(v["NDCG@10"] for v in log["validation"]), abs=1e-6)
 
 
-def test_the_validation_counts_what_the_recommender_retrieves(events: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exclude_seen", [True, False])
+def test_the_validation_counts_what_the_recommender_retrieves(
+    events: Path, tmp_path: Path, exclude_seen: bool
+) -> None:
     """HR@10 against beams wide enough to be exact, ranked by hand."""
     interactions = read_table(events, items=events.with_name("items.csv"))
     # Unique IDs: items that share one are tied, and a list breaks ties that a metric must not.
-    recipe = replace(RECIPE, ids=replace(RECIPE.ids, collisions="extra_level"))
+    selection = replace(RECIPE.training.selection, exclude_seen=exclude_seen)
+    recipe = replace(
+        RECIPE,
+        ids=replace(RECIPE.ids, collisions="extra_level"),
+        training=replace(RECIPE.training, selection=selection),
+    )
     run = train(interactions, recipe, tmp_path / "run")
     rows = run.data.split.validation
     recommender = Recommender(run.model.eval(), run.tokenizer, max_events=6)
@@ -117,12 +125,19 @@ def test_the_validation_counts_what_the_recommender_retrieves(events: Path, tmp_
         columns = zip(row["item_id"], row["action"], row["timestamp"], strict=True)
         history = [Event(*column) for column in columns]
         found = recommender.retrieve(
-            [history], 10, num_beams=40, request_times=[row["target_timestamp"]]
+            [history],
+            10,
+            num_beams=40,
+            request_times=[row["target_timestamp"]],
+            exclude_seen=exclude_seen,
         )
         hits += row["target_item_id"] in [scored.item_id for scored in found[0]]
-    validation = CatalogValidation(run.tokenizer, rows, max_events=6)
+    validation = CatalogValidation(run.tokenizer, rows, max_events=6, exclude_seen=exclude_seen)
     with torch.no_grad():
-        assert validation(run.model)["HR@10"] == pytest.approx(hits / len(rows))
+        measured = validation(run.model)
+    assert measured["HR@10"] == pytest.approx(hits / len(rows))
+    selected = max(run.trainer.validations, key=lambda v: v["NDCG@10"])
+    assert selected["HR@10"] == pytest.approx(measured["HR@10"])
     few = CatalogValidation(run.tokenizer, rows, max_events=6, limit=5)
     assert len(few.rows) == 5 and isinstance(few.rows, EvaluationSet)
 
