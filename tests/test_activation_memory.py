@@ -47,9 +47,9 @@ def test_hstu_by_hand(benchmark: ModuleType) -> None:
     )
     found = benchmark.layer_memory(benchmark.FORMS["hstu"], config, 1, 32, torch.float32)
     # x, its norm, u, v, q and k before and after SiLU, A v, its norm, the gated product, each four
-    # bytes wide; beyond them two numbers per token and one vector of each of the two norms. A fused
-    # kernel keeps fewer.
-    norms = 2 * (2 * 4 / 16 + 4 / 32)
+    # bytes wide; beyond them two numbers per token of each of the two norms, and the scale of ones
+    # and shift of zeros of the second. A fused kernel keeps fewer.
+    norms = 2 * 2 * 4 / 16 + 2 * 4 / 32
     assert 4 * 7 <= found["units"] <= 4 * (2 + 4 + 4 + 3) + norms
     assert found["units"] == pytest.approx(sum(found["parts"].values()))
 
@@ -76,3 +76,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
         assert found["units"] < layers["transformer"][setting]["units"]
         assert found["units"] < layers["hstu, scores kept"][setting]["units"]
     assert "layer over" in ran.stdout and "the paper: 2.36" in ran.stdout
+    setting = next(iter(layers["hstu"]))
+    ratio = layers["transformer"][setting]["units"] / layers["hstu"][setting]["units"]
+    row = next(line for line in ran.stdout.splitlines() if f" {ratio:.2f} " in line)
+    assert "transformer" in row
